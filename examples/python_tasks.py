@@ -22,8 +22,8 @@ from engine.data.rows import rl_row
 from engine.data.sources import Splits, register_source
 from engine.data.templates import Message
 from engine.errors import ConfigError
-from engine.rewards.code import CodeTests, Verdict, program, read_tests, require_walls
-from engine.rewards.sandbox.run import Limits
+from engine.rewards.code import CodeTests, Verdict, program, read_tests, require_containment
+from engine.rewards.sandbox import Limits
 from engine.storage.json_rows import Row
 from examples.demonstrations import deal, made_digest, make_splits, truth_of, turn_rows
 
@@ -173,7 +173,7 @@ class PythonTasksEnvironment:
         partial: bool = True,
         weak: bool = False,
     ) -> None:
-        """`timeout_s` is for all tests of a turn; `weak` allows hosts that give few walls."""
+        """`timeout_s` is for all tests of a turn; `weak` allows any host."""
         if max_turns < 1 or timeout_s <= 0:
             raise ConfigError(
                 "rollout.agent.environment.options: max_turns is at least 1, timeout_s above 0"
@@ -187,7 +187,7 @@ class PythonTasksEnvironment:
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
         self._row, self._turns, self._best = row, 0, 0.0
-        self._tests = read_tests(truth_of(row), int(row.get("extra_info", {}).get("index", 0)))
+        self._tests = read_tests(truth_of(row))
         return Observation()
 
     async def step(self, action: Action) -> Observation:
@@ -197,10 +197,7 @@ class PythonTasksEnvironment:
         verdict: Verdict = await on_thread(
             lambda: tests.judge(text, self._limits, self._timeout_s, stop=False)
         )
-        if verdict.layers:
-            require_walls(
-                tuple(name for name, there in verdict.layers.items() if there), self._weak
-            )
+        require_containment(verdict.layers, self._weak)
         passed, solved = sum(verdict.passed), sum(verdict.passed) == len(tests)
         worth = passed / len(tests) if self._partial else float(solved)
         reward, self._best = max(0.0, worth - self._best), max(worth, self._best)
@@ -217,7 +214,7 @@ class PythonTasksEnvironment:
 
     def set_state(self, state: Any) -> None:
         self._row, self._turns, self._best = state
-        self._tests = read_tests(truth_of(self._row), 0)
+        self._tests = read_tests(truth_of(self._row))
 
 
 def _told(verdict: Verdict, count: int) -> str:

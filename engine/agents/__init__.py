@@ -2,10 +2,10 @@
 
 Read `environment_protocol` first: what an environment is. `agent_loop` plays episodes (`episode`)
 on a rollout's stream; `environment_pool` runs environments in processes of their own. Shipped
-`environments` are here, and `tools`, `builtin_tools` and `mcp_servers`, which a policy calls.
+`environments` are here, and `tools` and `builtin_tools`, which a policy calls.
 """
 
-from engine.agents.environment_pool import EnvironmentPool, PooledEpisode
+from engine.agents.environment_pool import EnvironmentPool
 from engine.agents.environment_protocol import (
     Action,
     Environment,
@@ -14,7 +14,6 @@ from engine.agents.environment_protocol import (
     Observation,
     ResumableEnvironment,
     ToolCall,
-    is_resumable,
     make_environment,
     register_environment,
     tool_schemas,
@@ -27,10 +26,8 @@ __all__ = [
     "EnvironmentPool",
     "Message",
     "Observation",
-    "PooledEpisode",
     "ResumableEnvironment",
     "ToolCall",
-    "is_resumable",
     "make_environment",
     "register_environment",
     "tool_schemas",

@@ -13,92 +13,69 @@ one, for light ones that never block their thread.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias
 
-from engine.agents.environment_process import (
+from engine.agents.environment_pool import (
     CLOSE_S,
     CallEnvironment,
     CallKind,
     EnvironmentHost,
+    EnvironmentPool,
     OpenEpisode,
 )
-from engine.agents.environment_protocol import (
-    Environment,
-    EnvironmentFailure,
-)
-from engine.agents.episode import Episode
-from engine.agents.saved_episode import EpisodeTree, SavedTurn, load_episode, save_episode
+from engine.agents.environment_protocol import Environment, EnvironmentFailure
+from engine.agents.episode import Episode, EpisodeTree, SavedTurn, load_episode, save_episode
 from engine.errors import EngineError, RolloutError
 from engine.rollout.stream import PartialCompletion, PartialRequest, RolloutStream
-
-T = TypeVar("T")
-MakeEnvironment = Callable[[], Environment]
-
-
-class Environments(Protocol):
-    """What episodes are played with: `EnvironmentPool`, `LocalEnvironments`."""
-
-    tools: list[dict[str, object]]  # JSON schemas, the same for every episode
-    resumable: bool  # whether their episodes can be saved between turns
-
-    def open(self) -> OpenEpisode: ...
-
-    def close(self) -> None: ...
 
 
 class LocalEnvironments:
     """Environments that the event loop of a thread of this process awaits."""
 
-    def __init__(self, make: MakeEnvironment, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, make: Callable[[], Environment], *, timeout_s: float = 30.0) -> None:
         """`make` is called whenever all are playing; `timeout_s` is each call's deadline."""
         self.host, self.timeout_s = EnvironmentHost("the environment", make), timeout_s
         self.tools, self.resumable = self.host.tools, self.host.resumable
-        self._opened = 0
+        self._numbers = itertools.count(1)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
-    def open(self) -> LocalEpisode:
+    def open(self) -> OpenEpisode:
         """A place for one episode."""
-        self._opened += 1
-        return LocalEpisode(self, self._opened)
+        return OpenEpisode(partial(self._call, next(self._numbers)))
 
-    def start(self, work: Coroutine[object, object, T]) -> Future[T]:
-        """Run a coroutine in the thread."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+    def _call(self, episode: int, kind: CallKind, value: object) -> Future[Any]:
+        call = CallEnvironment(0, episode, kind, value, self.timeout_s)
+        return asyncio.run_coroutine_threadsafe(self.host.call(call), self._loop)
 
     def close(self) -> None:
         """Close the environments that play nothing, and end the thread."""
         if not self._thread.is_alive():
             return
         with suppress(TimeoutError):
-            self.start(self.host.close()).result(2 * CLOSE_S)
+            closing = asyncio.run_coroutine_threadsafe(self.host.close(), self._loop)
+            closing.result(2 * CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
 
 
-class LocalEpisode(OpenEpisode):
-    """One episode at a time."""
-
-    def __init__(self, environments: LocalEnvironments, number: int) -> None:
-        self._environments, self._number = environments, number
-
-    def _call(self, kind: CallKind, value: object) -> Future[Any]:
-        environments = self._environments
-        call = CallEnvironment(0, self._number, kind, value, environments.timeout_s)
-        return environments.start(environments.host.call(call))
-
+Environments: TypeAlias = EnvironmentPool | LocalEnvironments
+"""What episodes are played with. `tools` are JSON schemas, the same for every episode; `resumable`
+says whether episodes can be saved between turns."""
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +87,7 @@ Row = Mapping[str, Any]  # of the data set
 
 
 @dataclass(slots=True, eq=False)
-class _Playing:
+class _ActiveEpisode:
     """An episode with a place among those that play."""
 
     episode: Episode
@@ -121,13 +98,13 @@ class _Playing:
     restarts: int = 0
 
 
-Answer = tuple[_Playing, Future[Any]]
+Answer = tuple[_ActiveEpisode, Future[Any]]
 
 
 class EpisodePlayer:
     """Plays episodes on a stream of one completion a request (`params.n` 1)."""
 
-    _told = False  # by this process, of prompts that are too long
+    _warned = False  # by this process, of prompts that are too long
 
     def __init__(
         self,
@@ -145,8 +122,8 @@ class EpisodePlayer:
         self._call_seconds = call_seconds
         self._waiting: deque[tuple[Episode, Row, SavedTurn | None]] = deque()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._open: dict[int, _Playing] = {}  # by id of the episode: those that play
-        self._sampling: dict[Hashable, _Playing] = {}  # by key of the turn
+        self._open: dict[int, _ActiveEpisode] = {}  # by id of the episode: those that play
+        self._sampling: dict[Hashable, _ActiveEpisode] = {}  # by key of the turn
         self._ended: list[Episode] = []
         self._heard = 0.0  # when an environment was asked, or answered, last
 
@@ -231,7 +208,7 @@ class EpisodePlayer:
     def _begin(self, episode: Episode, row: Row, resumed: SavedTurn | None) -> None:
         now = time.monotonic()
         episode.started, episode.tools = now, self._environments.tools
-        playing = _Playing(episode, row, self._environments.open(), resumed)
+        playing = _ActiveEpisode(episode, row, self._environments.open(), resumed)
         self._open[id(episode)] = playing
         if resumed is None:
             self._ask(playing, playing.environment.reset(row))
@@ -259,7 +236,7 @@ class EpisodePlayer:
                 playing.episode.cut = True
                 self._stream.cut(key)
 
-    def _ask(self, playing: _Playing, call: Future[Any]) -> None:
+    def _ask(self, playing: _ActiveEpisode, call: Future[Any]) -> None:
         start = self._heard = time.monotonic()
 
         def answered(answer: Future[Any]) -> None:
@@ -298,7 +275,7 @@ class EpisodePlayer:
                 "long in it, or run environments in processes (rollout.agent.num_workers)"
             )
 
-    def _take_answer(self, playing: _Playing, answer: Future[Any]) -> None:
+    def _take_answer(self, playing: _ActiveEpisode, answer: Future[Any]) -> None:
         episode, resumed = playing.episode, playing.resumed
         playing.resumed = None
         with self._faults_of(playing):
@@ -312,12 +289,12 @@ class EpisodePlayer:
                 return
             elif episode.transcript is None:
                 episode.begin(playing.row["prompt"], answer.result())
-                self._tell_of_length(episode)
+                self._warn_of_length(episode)
             else:
                 episode.observe(answer.result())
             self._submit(playing, resumed.tokens if resumed is not None else None)
 
-    def _restarted(self, playing: _Playing, error: BaseException | None) -> bool:
+    def _restarted(self, playing: _ActiveEpisode, error: BaseException | None) -> bool:
         """Restart an episode that was lost through no fault of its environment."""
         lost = isinstance(error, EnvironmentFailure) and error.cause == "lost"
         if not lost or playing.restarts >= _RESTARTS:
@@ -330,20 +307,20 @@ class EpisodePlayer:
         return True
 
     @classmethod
-    def _tell_of_length(cls, episode: Episode) -> None:
+    def _warn_of_length(cls, episode: Episode) -> None:
         """Warn, once, of a prompt that leaves less than the whole response."""
         limits = episode.limits
         assert episode.transcript is not None
         prompt, limit = len(episode.transcript.ids), limits.max_model_len
-        if prompt + limits.max_response_length > limit and not cls._told:
-            cls._told = True
+        if prompt + limits.max_response_length > limit and not cls._warned:
+            cls._warned = True
             log.warning(
                 "an episode begins with %d tokens, which leaves %d of %d for its response; set "
                 "data.max_prompt_length to the longest prompt that the environment makes",
                 *(prompt, max(0, limit - prompt), limits.max_response_length),
             )
 
-    def _submit(self, playing: _Playing, tokens: PartialCompletion | None) -> None:
+    def _submit(self, playing: _ActiveEpisode, tokens: PartialCompletion | None) -> None:
         """Have the next turn sampled, if the episode may have one."""
         turn = playing.episode.next_turn(time.monotonic())
         if turn is None:
@@ -362,7 +339,7 @@ class EpisodePlayer:
         playing.submitted = time.monotonic()
 
     @contextmanager
-    def _faults_of(self, playing: _Playing) -> Iterator[None]:
+    def _faults_of(self, playing: _ActiveEpisode) -> Iterator[None]:
         """What goes wrong with an episode ends it alone; one that is over gives up its place."""
         episode = playing.episode
         try:

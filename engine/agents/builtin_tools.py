@@ -17,8 +17,8 @@ from typing import Any
 
 from engine.agents.tools import register_tool
 from engine.errors import ConfigError
-from engine.rewards.code import require_walls
-from engine.rewards.sandbox.run import Limits, Sandbox
+from engine.rewards.code import require_containment
+from engine.rewards.sandbox import Limits, Sandbox
 
 # Arithmetic on numbers alone: no names but a few, and no result that costs time to compute.
 
@@ -72,8 +72,8 @@ def _value(node: ast.expr) -> int | float:
         return _bounded(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
         return _UNARY[type(node.op)](_value(node.operand))
-    if isinstance(node, ast.BinOp):
-        return _bounded(_binary(node.op, _value(node.left), _value(node.right)))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        return _bounded(_BINARY[type(node.op)](_value(node.left), _value(node.right)))
     if isinstance(node, ast.Name) and node.id in _CONSTANTS:
         return _CONSTANTS[node.id]
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
@@ -83,26 +83,22 @@ def _value(node: ast.expr) -> int | float:
     raise ValueError(f"{ast.unparse(node)!r} is not allowed; use numbers, + - * / // % ** and ( )")
 
 
-def _binary(kind: ast.operator, left: int | float, right: int | float) -> int | float:
-    if isinstance(kind, ast.Add):
-        return left + right
-    if isinstance(kind, ast.Sub):
-        return left - right
-    if isinstance(kind, ast.Mult):
-        return left * right
-    if isinstance(kind, ast.FloorDiv):
-        return left // right
-    if isinstance(kind, ast.Mod):
-        return left % right
-    if isinstance(kind, ast.Div):
-        whole = isinstance(left, int) and isinstance(right, int) and right and left % right == 0
-        return left // right if whole else left / right
-    if isinstance(kind, ast.Pow):
-        whole = isinstance(left, int) and isinstance(right, int) and abs(left) > 1
-        if whole and abs(right) * int(left).bit_length() > _BITS:
-            raise OverflowError
-        return left**right
-    raise ValueError(f"{type(kind).__name__} is no operation here; use + - * / // % **")
+def _divide(left: int | float, right: int | float) -> int | float:
+    is_whole = isinstance(left, int) and isinstance(right, int) and right and left % right == 0
+    return left // right if is_whole else left / right
+
+
+def _power(left: int | float, right: int | float) -> int | float:
+    is_whole = isinstance(left, int) and isinstance(right, int) and abs(left) > 1
+    if is_whole and abs(right) * int(left).bit_length() > _BITS:
+        raise OverflowError
+    return left**right
+
+
+_BINARY: dict[type, Callable[[Any, Any], int | float]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: _divide,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: _power,
+}  # fmt: skip
 
 
 def _bounded(value: Any) -> int | float:
@@ -126,13 +122,13 @@ def _shown(value: int | float) -> str:
 _RUN = """
 import ast, sys, traceback
 sys.stderr = sys.stdout
-place = {"__name__": "__main__"}
+scope = {"__name__": "__main__"}
 try:
     tree = ast.parse(source)
     last = tree.body.pop().value if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, "program.py", "exec"), place)
+    exec(compile(tree, "program.py", "exec"), scope)
     if last is not None:
-        shown = eval(compile(ast.Expression(last), "program.py", "eval"), place)
+        shown = eval(compile(ast.Expression(last), "program.py", "eval"), scope)
         if shown is not None:
             print(repr(shown))
 except SyntaxError as error:
@@ -154,8 +150,7 @@ def python(code: str, *, timeout_s: float = 5.0, memory_mb: int = 512, weak: boo
     """
     with Sandbox(Limits(memory_mb=memory_mb, output_bytes=1 << 16)) as sandbox:
         ended = sandbox.run(f"source = {code!r}{_RUN}", timeout_s)
-    if ended.layers:
-        require_walls(tuple(name for name, there in ended.layers.items() if there), weak)
+    require_containment(ended.layers, weak)
     if ended.how == "late":
         return f"{ended.output}\nerror: the program took longer than {timeout_s:g} s"
     if ended.how == "lost":

@@ -75,36 +75,50 @@ def loads(text: str) -> object:
         raise ValueError("it is nested too deeply") from None
 
 
-def call_of(value: object, index: int, arguments: tuple[str, ...] = ("arguments",)) -> ToolCall:
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def call_of(value: object, index: int) -> ToolCall:
     """A call of JSON such as {"name": "add", "arguments": {"a": 1}}; raise ValueError for none."""
     if not isinstance(value, Mapping):
         raise ValueError(f"a call is an object, not {type(value).__name__}")
     name = value.get("name")
     if not isinstance(name, str) or not name:
         raise ValueError('a call has a "name"')
-    given: object = next((value[key] for key in arguments if key in value), {})
-    if isinstance(given, str):  # OpenAI's form: arguments as JSON text
-        given = loads(given)
-    if not isinstance(given, Mapping):
-        raise ValueError(f'"{arguments[0]}" is an object, not {type(given).__name__}')
-    return ToolCall(name, dict(given), f"call_{index}")
+    arguments: object = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # OpenAI's form: arguments as JSON text
+        arguments = loads(arguments)
+    if not isinstance(arguments, Mapping):
+        raise ValueError(f'"arguments" is an object, not {type(arguments).__name__}')
+    return ToolCall(name, dict(arguments), f"call_{index}")
 
 
-def sentence(error: ValueError, text: str) -> str:
+def sentence(error: Exception, text: str) -> str:
     """What the model is told of a piece of its text."""
     shown = " ".join(text.split())
     shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
     return f"the call {shown!r} can't be read: {error}"
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+def _read_each(
+    pattern: re.Pattern[str], text: str, json_of: Callable[[re.Match[str]], object]
+) -> ParsedTurn:
+    """Read each match of a pattern as a call; what is outside of them is content."""
+    calls: list[ToolCall] = []
+    malformed: list[str] = []
+    for match in pattern.finditer(text):
+        try:
+            calls.append(call_of(json_of(match), len(calls)))
+        except ValueError as error:
+            malformed.append(sentence(error, match["call"]))
+    return ParsedTurn(pattern.sub("", text).strip(), tuple(calls), tuple(malformed))
 
 
 # Hermes' and Qwen's form: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`.
 
 # A call that isn't closed ends with the text, or where the next one begins.
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_CALL = re.compile(r"<tool_call>(?P<call>.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 
 
 @register_call_parser("hermes", "qwen")
@@ -114,14 +128,7 @@ def hermes(text: str) -> ParsedTurn:
     >>> hermes('See: <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>').tool_calls
     (ToolCall(name='add', arguments={'a': 1}, id='call_0'),)
     """
-    calls: list[ToolCall] = []
-    malformed: list[str] = []
-    for match in _CALL.finditer(text):
-        try:
-            calls.append(call_of(loads(match.group(1)), len(calls), ("arguments", "parameters")))
-        except ValueError as error:
-            malformed.append(sentence(error, match.group(1)))
-    return ParsedTurn(_CALL.sub("", text).strip(), tuple(calls), tuple(malformed))
+    return _read_each(_CALL, text, lambda match: loads(match["call"]))
 
 
 # Llama 3's forms: a turn that is JSON, or a call in Python's form after `<|python_tag|>`.
@@ -132,7 +139,9 @@ def hermes(text: str) -> ParsedTurn:
 
 _TAG = "<|python_tag|>"
 _BUILT_IN = re.compile(r"(\w+)\.call\((.*)\)\s*\Z", re.DOTALL)
-_FUNCTION = re.compile(r"<function=([\w.-]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_FUNCTION = re.compile(
+    r"(?P<call><function=(?P<name>[\w.-]+)>(?P<arguments>.*?)(?:</function>|\Z))", re.DOTALL
+)
 
 
 @register_call_parser("llama3_json", "llama3")
@@ -145,53 +154,35 @@ def llama3_json(text: str) -> ParsedTurn:
     before, tag, body = text.rpartition(_TAG)
     body = body.strip()
     if not tag and "<function=" in body:
-        return _functions(body)
+        return _read_each(
+            _FUNCTION,
+            body,
+            lambda match: {"name": match["name"], "arguments": loads(match["arguments"] or "{}")},
+        )
     match = _BUILT_IN.match(body)
-    if match:
-        return _built_in(before, *match.groups())
-    if not tag and not body.startswith("{"):
+    if match is None and not tag and not body.startswith("{"):
         return ParsedTurn(text.strip())
-    return _objects(before, body)
-
-
-def _objects(before: str, body: str) -> ParsedTurn:
-    """Objects one after the other, with `;` between them."""
     calls: list[ToolCall] = []
-    decoder = json.JSONDecoder(strict=False)
-    rest = body
-    while rest:
-        try:
-            value, end = decoder.raw_decode(rest)
-            calls.append(call_of(value, len(calls), ("parameters", "arguments")))
-        except (ValueError, RecursionError) as error:
-            cause = (
-                error if isinstance(error, ValueError) else ValueError("it is nested too deeply")
-            )
-            return ParsedTurn(before.strip(), tuple(calls), (sentence(cause, rest),))
-        rest = rest[end:].lstrip("; \n\t")
-    return ParsedTurn(before.strip(), tuple(calls))
-
-
-def _functions(body: str) -> ParsedTurn:
-    calls: list[ToolCall] = []
-    malformed: list[str] = []
-    for match in _FUNCTION.finditer(body):
-        name, given = match.groups()
-        try:
-            calls.append(call_of({"name": name, "arguments": loads(given or "{}")}, len(calls)))
-        except ValueError as error:
-            malformed.append(sentence(error, match.group()))
-    return ParsedTurn(_FUNCTION.sub("", body).strip(), tuple(calls), tuple(malformed))
-
-
-def _built_in(before: str, name: str, inside: str) -> ParsedTurn:
-    """A call in Python's form, with literals by keyword."""
+    malformed: tuple[str, ...] = ()
     try:
-        call = ast.parse(f"f({inside})", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
-            raise ValueError("name each argument")
-        given = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError) as error:
-        cause = ValueError(str(error) or "it is no call")
-        return ParsedTurn(before.strip(), (), (sentence(cause, f"{name}.call({inside})"),))
-    return ParsedTurn(before.strip(), (ToolCall(name, given, "call_0"),))
+        if match is not None:
+            calls.append(_built_in(*match.groups()))
+            body = ""
+        while body:  # objects one after the other, with `;` between them
+            value, end = json.JSONDecoder(strict=False).raw_decode(body)
+            calls.append(call_of(value, len(calls)))
+            body = body[end:].lstrip("; \n\t")
+    except RecursionError:
+        malformed = (sentence(ValueError("it is nested too deeply"), body),)
+    except (ValueError, SyntaxError, MemoryError, TypeError) as error:
+        malformed = (sentence(error, body),)
+    return ParsedTurn(before.strip(), tuple(calls), malformed)
+
+
+def _built_in(name: str, inside: str) -> ToolCall:
+    """A call in Python's form, with literals by keyword."""
+    call = ast.parse(f"f({inside})", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
+        raise ValueError("name each argument")
+    arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+    return ToolCall(name, arguments, "call_0")

@@ -8,99 +8,330 @@
 
 Every call ends by its deadline, in an observation or in an EnvironmentFailure. An environment that
 hangs, raises or returns what is no observation is replaced; other episodes go on. One that ends its
-process, or keeps it from answering, costs the process: other episodes there fail as `lost`, and
-restart in a new one. What runs in the process is `environment_process`.
+process, or keeps it from answering, costs the process (`engine.worker_process`): other episodes
+there fail as `lost`, and restart in a new one. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
+import pickle
 import queue
+import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import Pipe
-from types import TracebackType
-from typing import Any, Literal, Self, TypeAlias
+from multiprocessing.connection import Connection
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
-from engine.agents.environment_process import (
-    CallEnvironment,
-    CallKind,
-    EnvironmentAnswer,
-    EnvironmentLoaded,
-    LoadEnvironment,
-    LoopStuck,
-    OpenEpisode,
-)
 from engine.agents.environment_protocol import (
+    Action,
+    Environment,
     EnvironmentFailure,
     FailureCause,
     Observation,
+    ResumableEnvironment,
+    checked_observation,
     environment_module,
+    make_environment,
+    tool_schemas,
 )
 from engine.errors import ConfigError, EngineError, EpisodeError, WorkerError
+from engine.registry import import_plugins
 from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
 
-# One process of environments: calls under way, its deadlines, its restarts.
-
+CLOSE_S = 5.0  # for an environment to close
+_TICK_S = 0.1  # between two signs of life of the loop
+_STUCK_S = 1.0  # without one, after the deadline of the call that runs, until it is reported
 _GRACE_S = 3.0  # after a deadline, and of silence, until a process is held to be stuck
 _SEND_S = 10.0
+_MOST_PROCESSES = 8  # unless asked for
+
+CallKind: TypeAlias = Literal["reset", "step", "get_state", "set_state", "leave"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
+class CallEnvironment:
+    """A call; `leave` gives an episode's environment back, and has no answer."""
+
+    number: int
+    episode: int
+    kind: CallKind
+    value: Any  # a row, an Action, a state's bytes, or None
+    timeout_s: float
+
+
+class OpenEpisode:
+    """A place for one episode at a time, and the environment that plays it.
+
+    A call that fails raises EnvironmentFailure by its future.
+    """
+
+    def __init__(self, call: Callable[[CallKind, Any], Future[Any]]) -> None:
+        self._call = call
+        self._closed = False
+
+    def reset(self, row: Mapping[str, object]) -> Future[Observation]:
+        """Begin the episode of a row, also after a failure."""
+        return self._call("reset", dict(row))
+
+    def step(self, action: Action) -> Future[Observation]:
+        """Answer a turn of the policy."""
+        return self._call("step", action)
+
+    def get_state(self) -> Future[bytes]:
+        """The state between turns; only of environments that are resumable. It costs no episode."""
+        return self._call("get_state", None)
+
+    def set_state(self, state: bytes) -> Future[None]:
+        """Continue an episode, of this or of another process, in place of `reset`."""
+        return self._call("set_state", state)
+
+    def close(self) -> None:
+        """Give the environment back; it plays other episodes, unless it failed."""
+        if not self._closed:
+            self._closed = True
+            self._call("leave", None)
+
+
+# Environments in an event loop, with a deadline for each call. A call that waits ends at its
+# deadline, and costs its own episode. Code that keeps the loop from going on can't be stopped: it
+# is reported, and the run ends the process. `agent_loop` may have a loop in the run's own process.
+
+
+class EnvironmentHost:
+    """The environments of an event loop, by the episodes that they play."""
+
+    def __init__(self, name: str, make: Callable[[], Environment]) -> None:
+        """`make` is called now, and whenever all are playing; failures call them by `name`."""
+        self._name, self._make = name, make
+        first = make()
+        self.tools, self.resumable = tool_schemas(first), isinstance(first, ResumableEnvironment)
+        self._idle = [first]
+        self._playing: dict[int, Environment] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing: set[asyncio.Task[Any]] = set()
+        self.under_way: dict[asyncio.Task[Any], tuple[int, float]] = {}  # number, deadline
+
+    async def call(self, call: CallEnvironment) -> object:
+        """The call's checked result, in time; raise EnvironmentFailure for anything else.
+
+        An environment that failed is replaced, unless it just couldn't give its state.
+        """
+        if call.kind == "leave":
+            if (environment := self._playing.pop(call.episode, None)) is not None:
+                self._idle.append(environment)
+            return None
+        try:
+            return await self._result(call)
+        except EnvironmentFailure:
+            if call.kind != "get_state" and call.episode in self._playing:
+                _retained(self._closing, _close(self._playing.pop(call.episode)))
+            raise
+
+    async def close(self) -> None:
+        """Close the environments that play nothing."""
+        idle, self._idle = self._idle, []
+        await asyncio.gather(*map(_close, idle), *self._closing)
+
+    async def _result(self, call: CallEnvironment) -> object:
+        who = f"{self._name}: {call.kind}"
+        task = _retained(self._tasks, self._run(call))
+        self.under_way[task] = call.number, time.monotonic() + call.timeout_s
+        await asyncio.wait({task}, timeout=call.timeout_s)
+        del self.under_way[task]
+        if not task.done():
+            task.cancel()
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+            words = f"{who} gave no answer within {call.timeout_s:g} s"
+            raise EnvironmentFailure("deadline", words)
+        if task.cancelled():
+            raise EnvironmentFailure("raised", f"{who} was cancelled by its own code")
+        error = task.exception()
+        if isinstance(error, EnvironmentFailure):
+            raise error
+        if error is not None:
+            raise EnvironmentFailure.of(who, error)
+        if call.kind in ("reset", "step"):
+            return checked_observation(who, task.result())
+        return task.result()
+
+    async def _run(self, call: CallEnvironment) -> object:
+        if call.kind in ("reset", "set_state") and call.episode not in self._playing:
+            self._playing[call.episode] = self._idle.pop() if self._idle else self._make()
+        environment: Any = self._playing.get(call.episode)
+        if environment is None:
+            raise EnvironmentFailure("lost", "the episode has no environment; reset it first")
+        try:
+            if call.kind == "get_state":
+                return pickle.dumps(environment.get_state())
+            if call.kind == "set_state":
+                environment.set_state(pickle.loads(call.value))
+                return None
+            method = environment.reset if call.kind == "reset" else environment.step
+            return await method(call.value)
+        except (SystemExit, KeyboardInterrupt) as stop:  # asyncio would end the process with it
+            raise RuntimeError(f"{type(stop).__name__}: {stop}") from stop
+
+
+def _retained(
+    tasks: set[asyncio.Task[Any]], work: Coroutine[Any, Any, object]
+) -> asyncio.Task[Any]:
+    """A task of this loop, which itself holds no reference to it."""
+    task = asyncio.get_running_loop().create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
+async def _close(environment: Environment) -> None:
+    """Close an environment that nobody plays with again, whatever it says to that."""
+    with suppress(Exception, SystemExit, KeyboardInterrupt):
+        await asyncio.wait_for(environment.close(), CLOSE_S)
+
+
+# In the process. It is sent {"name": …, "options": …, "plugins": …} first, and answers with the
+# environment's tools and whether it is resumable; then calls.
+
+
+class _Answer(NamedTuple):
+    number: int  # of the call
+    value: object  # an Observation, a state's bytes, None, or an EnvironmentFailure
+    stuck: bool = False  # its code keeps the loop beyond its deadline (0: it was given up before)
+
+
+class EnvironmentService:
+    """Loads the environment's class, and answers calls."""
+
+    def __init__(self, load: Mapping[str, Any], channel: Connection) -> None:
+        name, options = load["name"], load["options"]
+        try:
+            if ":" not in name:
+                import_plugins(load["plugins"])
+            make = partial(make_environment, name, options)
+            self._host = EnvironmentHost(f"environment {name!r}", make)
+        except EngineError:
+            raise
+        except Exception as error:  # a user's class may fail in any way
+            failure = EnvironmentFailure.of(f"environment {name!r}", error)
+            raise ConfigError(f"{failure}; it must be made without an error") from error
+        self.loaded = self._host.tools, self._host.resumable
+        self._channel = channel
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._alive = time.monotonic()  # when the loop went on last
+
+    def run(self) -> None:
+        """Answer calls until the other end closes."""
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        loop, self._closed = asyncio.get_running_loop(), asyncio.Event()
+        # On threads: the run may be sending, too, and reads nothing meanwhile.
+        threading.Thread(target=self._send, name="answers", daemon=True).start()
+        threading.Thread(target=self._watch, args=(loop,), name="watch", daemon=True).start()
+        loop.add_reader(self._channel.fileno(), self._read)
+        while not self._closed.is_set():
+            self._alive = time.monotonic()
+            await asyncio.sleep(_TICK_S)
+
+    def _read(self) -> None:
+        try:
+            call: CallEnvironment = self._channel.recv()
+        except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(self._channel.fileno())
+            self._closed.set()
+        else:
+            _retained(self._tasks, self._answer(call))
+
+    async def _answer(self, call: CallEnvironment) -> None:
+        try:
+            value = await self._host.call(call)
+        except EnvironmentFailure as failure:
+            value = failure
+        if call.kind != "leave":
+            self._answers.put(_Answer(call.number, value))
+
+    def _send(self) -> None:
+        with suppress(OSError):  # the run is gone, which the loop sees as well
+            while True:
+                self._channel.send(self._answers.get())
+                sys.stdout.flush()
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Report a loop that doesn't go on though the deadline of a call has passed."""
+        while True:
+            time.sleep(_TICK_S)
+            alive, now = self._alive, time.monotonic()
+            calls, running = self._host.under_way.copy(), asyncio.current_task(loop)
+            if running is None or all(until > now for _, until in calls.values()):
+                continue
+            number, until = calls.get(running, (0, now))
+            if until > now:
+                continue
+            time.sleep(_STUCK_S)
+            if self._alive == alive:
+                self._answers.put(_Answer(number, None, stuck=True))
+                return
+
+
+# The run's side.
+
+
+class _Pending(NamedTuple):
     """A call under way."""
 
     call: CallEnvironment
     until: float  # of `time.monotonic`
-    future: Future[object]
+    future: Future[Any]
 
 
 class EnvironmentProcess:
-    """Starts with the first call, and again with the next one after its end.
+    """One process: calls under way, its deadlines, its restarts.
 
-    A thread of its own sends and receives; everything below `_run` is that thread's.
+    It starts with the first call, and again with the next one after its end. A thread of its own
+    sends and receives; everything below `_run` is that thread's.
     """
 
-    def __init__(self, load: LoadEnvironment) -> None:
-        self.episodes = 0  # that are open, kept by the pool
-        self._load = load
+    def __init__(self, load: dict[str, Any]) -> None:
+        self.episodes: set[int] = set()  # that are open
+        self._load, self._who = load, f"environment {load['name']!r}"
         self._process = WorkerProcess(
-            f"environment {load.name!r}", "engine.agents.environment_process:open_service"
+            self._who, "engine.agents.environment_pool:EnvironmentService"
         )
         self._inbox: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
         self._woken, self._wake = Pipe(duplex=False)
         self._waking = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._living: set[int] = set()  # episodes that the process knows
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._heard = 0.0
         self._closed = False
-        self._loaded: Future[EnvironmentLoaded] = Future()
+        self._loaded: Future[tuple[list[dict[str, object]], bool]] = Future()
+        self._start_error: Exception | None = None  # of the last start
         self._thread: threading.Thread | None = None
 
-    def loaded(self) -> EnvironmentLoaded:
-        """Start the process and wait for its environment; raise why there is none."""
+    def loaded(self) -> tuple[list[dict[str, object]], bool]:
+        """Start the process; its environment's tools and whether it is resumable, or why not."""
         self._put(None)
         return self._loaded.result()
 
-    def call(self, episode: int, kind: CallKind, value: object, timeout_s: float) -> Future[object]:
+    def call(self, episode: int, timeout_s: float, kind: CallKind, value: object) -> Future[Any]:
         """Ask for a call; the future ends soon after `timeout_s` at the latest."""
-        future: Future[object] = Future()
-        with self._waking:
-            self._number += 1
-            number = self._number
-        call = CallEnvironment(number, episode, kind, value, timeout_s)
-        self._put(_Pending(call, time.monotonic() + timeout_s + _GRACE_S, future))
-        return future
-
-    def leave(self, episode: int) -> None:
-        """Give the environment of an episode back."""
-        self._put(_Pending(CallEnvironment(0, episode, "leave", None, 0.0), 0.0, Future()))
+        if kind == "leave":
+            self.episodes.discard(episode)
+        call = CallEnvironment(next(self._numbers), episode, kind, value, timeout_s)
+        pending = _Pending(call, time.monotonic() + timeout_s + _GRACE_S, Future())
+        pending.future.set_running_or_notify_cancel()  # nothing cancels it any more
+        self._put(pending)
+        return pending.future
 
     def close(self) -> None:
         """End the process; calls under way fail."""
@@ -113,7 +344,7 @@ class EnvironmentProcess:
 
     def _put(self, pending: _Pending | None) -> None:
         if self._closed:
-            if pending is not None and pending.call.kind != "leave":
+            if pending is not None:
                 self._fail(pending, "lost", "the pool of environments is closed")
             return
         self._inbox.put(pending)
@@ -149,13 +380,13 @@ class EnvironmentProcess:
             if call.episode in self._living and self._process.running:
                 self._living.discard(call.episode)
                 self._process.send(call, time.monotonic() + _SEND_S)
+            pending.future.set_result(None)
             return
         if call.kind in ("step", "get_state") and call.episode not in self._living:
             self._fail(pending, "lost", "the episode's process ended for another episode's sake")
             return
         if not self._running():
-            error = self._loaded.exception()
-            self._fail(pending, "crashed", f"its process can't be started ({error})")
+            self._fail(pending, "crashed", f"its process can't be started ({self._start_error})")
             return
         self._living.add(call.episode)
         self._pending[call.number] = pending
@@ -170,25 +401,20 @@ class EnvironmentProcess:
         """Start the process where it isn't there; whether it is."""
         if self._process.running:
             return True
-        loaded: Future[EnvironmentLoaded] = Future()
+        loaded: Any = None
         try:
-            answer = self._process.start(self._load)
-            assert isinstance(answer, EnvironmentLoaded)
-            loaded.set_result(answer)
+            loaded, self._start_error = self._process.start(self._load), None
         except WorkerError as error:
-            loaded.set_exception(EpisodeError(str(error)))
+            self._start_error = EpisodeError(str(error))
         except EngineError as error:
-            loaded.set_exception(error)
+            self._start_error = error
         except Exception as error:  # options that can't be pickled; no more processes
-            words = f"environment {self._load.name!r} can't be started: {error}"
-            loaded.set_exception(EpisodeError(words))
-        first, self._loaded = self._loaded, loaded
-        if not first.done():  # somebody waits for it
-            error_of_start = loaded.exception()
-            if error_of_start is None:
-                first.set_result(loaded.result())
+            self._start_error = EpisodeError(f"{self._who} can't be started: {error}")
+        if not self._loaded.done():  # somebody waits for it
+            if self._start_error is None:
+                self._loaded.set_result(loaded)
             else:
-                first.set_exception(error_of_start)
+                self._loaded.set_exception(self._start_error)
         self._heard = time.monotonic()
         return self._process.running
 
@@ -203,32 +429,30 @@ class EnvironmentProcess:
             if isinstance(message, ProcessEnded):
                 self._living.clear()
                 self._fail_all("crashed", f"its process {message.how}", message.stderr)
-            elif isinstance(message, LoopStuck):
+                continue
+            assert isinstance(message, _Answer)
+            if message.stuck:
                 self._give_up([message.number])
-            elif isinstance(message, EnvironmentAnswer):
-                self._answer(message)
+            elif (pending := self._pending.pop(message.number, None)) is not None:
+                self._answer(pending, message.value)
 
-    def _answer(self, answer: EnvironmentAnswer) -> None:
-        pending = self._pending.pop(answer.number, None)
-        if pending is None:
+    def _answer(self, pending: _Pending, value: object) -> None:
+        if not isinstance(value, EnvironmentFailure):
+            pending.future.set_result(value)
             return
-        if isinstance(answer.value, EnvironmentFailure):
-            if pending.call.kind != "get_state":  # it goes on
-                self._living.discard(pending.call.episode)
-            pending.future.set_exception(answer.value)
-        else:
-            pending.future.set_result(answer.value)
+        if pending.call.kind != "get_state":  # it goes on
+            self._living.discard(pending.call.episode)
+        pending.future.set_exception(value)
 
     def _check_deadlines(self) -> None:
         """Give a process up that is late, and from which nothing has come for a while."""
         now = time.monotonic()
-        late = [pending for pending in self._pending.values() if pending.until <= now]
-        if not late or now - self._heard < _GRACE_S:
-            for pending in late:  # it is at work: look again
-                later = _Pending(pending.call, now + _GRACE_S, pending.future)
-                self._pending[pending.call.number] = later
+        late = [number for number, pending in self._pending.items() if pending.until <= now]
+        if late and now - self._heard >= _GRACE_S:
+            self._give_up(late)
             return
-        self._give_up([pending.call.number for pending in late])
+        for number in late:  # it is at work: look again
+            self._pending[number] = self._pending[number]._replace(until=now + _GRACE_S)
 
     def _give_up(self, late: Sequence[int]) -> None:
         """End the process for the calls of these numbers; the others are lost with it."""
@@ -246,14 +470,9 @@ class EnvironmentProcess:
             self._fail(pending, cause, words, stderr)
 
     def _fail(self, pending: _Pending, cause: FailureCause, words: str, stderr: str = "") -> None:
-        who = f"environment {self._load.name!r}: {pending.call.kind}"
         if not pending.future.done():
-            failure = EnvironmentFailure(cause, f"{who}: {words}", stderr)
-            pending.future.set_exception(failure)
-
-
-OnFailure: TypeAlias = Literal["drop", "score", "fail"]
-_MOST_PROCESSES = 8  # unless asked for
+            message = f"{self._who}: {pending.call.kind}: {words}"
+            pending.future.set_exception(EnvironmentFailure(cause, message, stderr))
 
 
 class EnvironmentPool:
@@ -271,15 +490,10 @@ class EnvironmentPool:
         plugins: tuple[str, ...] = (),
         processes: int = 0,
         timeout_s: float = 30.0,
-        on_failure: OnFailure = "drop",
-        failure_reward: float = 0.0,
     ) -> None:
         """`plugins` are modules that may register the environment.
 
-        `processes` of 0 are as many as cores, 8 at most; `timeout_s` is each call's deadline. A
-        `step` that fails raises EnvironmentFailure, or with `on_failure="score"` ends its episode
-        with `failure_reward` and `info["failure"]`; "drop" and "fail" are for the caller to tell
-        apart. A `reset` that fails raises in any case: there is nothing to score yet.
+        `processes` of 0 are as many as cores, 8 at most; `timeout_s` is each call's deadline.
         """
         if timeout_s <= 0 or processes < 0:
             raise ConfigError(
@@ -291,28 +505,22 @@ class EnvironmentPool:
                 f"rollout.agent.environment.name={name!r} is defined in the program that runs, "
                 "which its own process can't import; move it into a module"
             )
-        self.name, self.on_failure = name, on_failure
-        self.timeout_s, self.failure_reward = timeout_s, failure_reward
-        load = LoadEnvironment(name, dict(options or {}), plugins)
+        self.timeout_s = timeout_s
+        load = {"name": name, "options": dict(options or {}), "plugins": plugins}
         count = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
         self._processes = [EnvironmentProcess(load) for _ in range(count)]
-        self.lock = threading.Lock()
-        self._opened = 0
-        self.failures: Counter[str] = Counter()  # by cause, since the start
+        self._numbers = itertools.count(1)
         try:
-            loaded = self._processes[0].loaded()
+            self.tools, self.resumable = self._processes[0].loaded()
         except BaseException:
             self.close()
             raise
-        self.tools, self.resumable = loaded.tools, loaded.resumable
 
-    def open(self) -> PooledEpisode:
+    def open(self) -> OpenEpisode:
         """A place for one episode, in the process that has the fewest."""
-        with self.lock:
-            process = min(self._processes, key=lambda process: process.episodes)
-            process.episodes += 1
-            self._opened += 1
-            return PooledEpisode(self, process, self._opened)
+        process, number = min(self._processes, key=lambda p: len(p.episodes)), next(self._numbers)
+        process.episodes.add(number)
+        return OpenEpisode(partial(process.call, number, self.timeout_s))
 
     def close(self) -> None:
         """End all processes and what they left behind; calls under way fail."""
@@ -322,48 +530,5 @@ class EnvironmentPool:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class PooledEpisode(OpenEpisode):
-    """An episode of a pool's process; `pool.open` makes them."""
-
-    def __init__(self, pool: EnvironmentPool, process: EnvironmentProcess, number: int) -> None:
-        self._pool, self._process, self._number = pool, process, number
-        self._closed = False
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._process.leave(self._number)
-            with self._pool.lock:
-                self._process.episodes -= 1
-
-    def _call(self, kind: CallKind, value: object) -> Future[Any]:
-        answer = self._process.call(self._number, kind, value, self._pool.timeout_s)
-        future: Future[Any] = Future()
-        answer.add_done_callback(lambda done: self._pass_on(kind, done, future))
-        return future
-
-    def _pass_on(self, kind: CallKind, answer: Future[object], future: Future[object]) -> None:
-        """Pass an answer on; a failure as the pool's policy says."""
-        failure = answer.exception()
-        if not future.set_running_or_notify_cancel():
-            return
-        if failure is None:
-            future.set_result(answer.result())
-            return
-        if isinstance(failure, EnvironmentFailure):
-            with self._pool.lock:
-                self._pool.failures[failure.cause] += 1
-            if kind == "step" and self._pool.on_failure == "score":
-                info = {"failure": failure.cause}
-                future.set_result(Observation((), self._pool.failure_reward, True, info))
-                return
-        future.set_exception(failure)

@@ -14,6 +14,7 @@ own. Imports neither torch nor pydantic.
 from __future__ import annotations
 
 import inspect
+import json
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -37,11 +38,6 @@ class ToolCall:
     name: str
     arguments: Mapping[str, Any]
     id: str = ""  # repeated by the answer as `tool_call_id`
-
-    def message(self) -> Message:
-        """The call as an entry of an assistant message's `tool_calls`."""
-        function = {"name": self.name, "arguments": dict(self.arguments)}
-        return {"type": "function", "id": self.id, "function": function}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +103,6 @@ class ResumableEnvironment(Protocol):
         ...
 
 
-def is_resumable(environment: object) -> bool:
-    """Whether an environment's episodes can be saved between turns."""
-    return isinstance(environment, ResumableEnvironment)
-
-
 def tool_schemas(environment: object) -> list[dict[str, object]]:
     """The JSON schemas of an environment's tools; empty for one without any."""
     tools = getattr(environment, "tools", None)
@@ -126,7 +117,6 @@ FailureCause: TypeAlias = Literal[
 ]
 """`crashed`: its process ended in the call. `lost`: its process ended for another's sake."""
 
-_DEEPEST = 20
 _LONGEST_TRACEBACK = 8000  # characters
 
 
@@ -178,33 +168,26 @@ def _message(message: object) -> Message:
         raise ValueError('a message is a mapping with "role" and "content"')
     if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
         raise ValueError(f"the content of a {message['role']!r} message is no text")
-    fields = plain(message)
-    assert isinstance(fields, dict)
-    return fields
+    return _plain(dict(message))
 
 
-def plain(value: object, depth: int = 0) -> object:
-    """The value as JSON has it, arrays as lists; raise ValueError for what has no such form."""
-    if depth > _DEEPEST:
-        raise ValueError("it is nested too deeply")
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): plain(entry, depth + 1) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(entry, depth + 1) for entry in value]
-    if isinstance(value, str):
-        return str(value)
-    if hasattr(value, "tolist"):
-        return plain(value.tolist(), depth + 1)
-    raise ValueError(f"{type(value).__name__} is no plain value")
+def _plain(value: object) -> Any:
+    """The value as JSON has it, arrays as lists; raise TypeError or ValueError for others."""
+
+    def listed(value: Any) -> object:
+        return dict(value) if isinstance(value, Mapping) else value.tolist()
+
+    try:
+        return json.loads(json.dumps(value, default=listed))
+    except (AttributeError, RecursionError) as error:
+        raise ValueError(f"it is no plain value: {error}") from None
 
 
 def _plain_or_text(value: object) -> object:
     """An entry of `info`: plain, or else its text, as nothing depends on it."""
     try:
-        return plain(value)
-    except ValueError:
+        return _plain(value)
+    except (TypeError, ValueError):
         return repr(value)[:200]
 
 
@@ -212,7 +195,6 @@ def _plain_or_text(value: object) -> object:
 # `__init__`. `package.module:Class` names one that is registered in its module.
 
 _C = TypeVar("_C", bound=Callable[..., Any])
-_METHODS = ("reset", "step", "close")
 
 _registry: Registry[Callable[..., Environment]] = Registry(
     "environment",
@@ -271,7 +253,8 @@ def environment_module(name: str) -> str:
 
 def _check(name: str, made: Callable[..., object]) -> None:
     """Refuse a class that can't play; of a function nothing is known before it is called."""
-    missing = [m for m in _METHODS if not inspect.iscoroutinefunction(getattr(made, m, None))]
+    methods = ("reset", "step", "close")
+    missing = [m for m in methods if not inspect.iscoroutinefunction(getattr(made, m, None))]
     if inspect.isclass(made) and missing:
         raise ConfigError(
             f"environment {name!r}: {made.__qualname__} has no `async def {missing[0]}`; write it "

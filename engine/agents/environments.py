@@ -14,11 +14,11 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine.agents.environment_protocol import Action, Message, Observation, register_environment
-from engine.agents.mcp_servers import McpServers
-from engine.agents.tools import ToolLimits, ToolSpec, answer, resolve_tools, shorten, tool_message
+from engine.agents.tools import ToolSpec, answer, mcp_tools, resolve_tools, shorten, tool_message
 from engine.errors import ConfigError, EpisodeError
 
 if TYPE_CHECKING:
@@ -54,10 +54,9 @@ class ToolEnvironment:
             )
         specs: list[ToolSpec] = list(tools)
         if mcp_servers:
-            specs += McpServers.of(mcp_servers).tools()
+            specs += mcp_tools(mcp_servers)
         self._tools = resolve_tools(specs)
-        self._limits = ToolLimits(timeout_s, max_output)
-        self._max_calls = max_calls
+        self._timeout_s, self._max_output, self._max_calls = timeout_s, max_output, max_calls
         self.row: Mapping[str, Any] = {}
         self.calls = 0  # that the episode has made so far, malformed ones included
 
@@ -82,13 +81,15 @@ class ToolEnvironment:
     async def results(self, action: Action) -> tuple[Message, ...]:
         """Run a turn's calls side by side; return the tool messages that answer them, in order."""
         run, left = action.tool_calls[: self._max_calls], action.tool_calls[self._max_calls :]
-        answers = await asyncio.gather(*(answer(self._tools, call, self._limits) for call in run))
+        answers = await asyncio.gather(
+            *(answer(self._tools, call, self._timeout_s, self._max_output) for call in run)
+        )
         refused = f"error: at most {self._max_calls} calls a turn are run"
         return (
             *answers,
             *(tool_message(refused, call) for call in left),
             *(
-                tool_message(f"error: {shorten(text, self._limits.max_output)}")
+                tool_message(f"error: {shorten(text, self._max_output)}")
                 for text in action.malformed[: self._max_calls]
             ),
         )
@@ -101,6 +102,16 @@ class ToolEnvironment:
 
     def set_state(self, state: Any) -> None:
         self.row, self.calls = state["row"], state["calls"]
+
+
+def _seed_of(row: Mapping[str, Any]) -> int | None:
+    about = row.get("extra_info") or {}
+    seed = about.get("seed", about.get("index"))
+    return None if seed is None else int(seed)
+
+
+def _prompt_of(row: Mapping[str, Any]) -> list[Message]:
+    return [dict(message) for message in row.get("prompt") or ()]
 
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -146,12 +157,9 @@ class GymnasiumEnvironment:
         self._turns = 0
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
-        about = row.get("extra_info") or {}
-        seed = about.get("seed", about.get("index"))
-        seen, info = self._env.reset(seed=None if seed is None else int(seed))
+        seen, info = self._env.reset(seed=_seed_of(row))
         self._turns = 0
-        prompt: list[Message] = [dict(message) for message in row.get("prompt") or ()]
-        return Observation((*prompt, self._message(seen)), info=dict(info))
+        return Observation((*_prompt_of(row), self._message(seen)), info=dict(info))
 
     async def step(self, action: Action) -> Observation:
         self._turns += 1
@@ -163,8 +171,8 @@ class GymnasiumEnvironment:
             return Observation((message,), self._invalid_reward, cut, {"invalid": True})
         seen, reward, terminated, truncated, info = self._env.step(chosen)
         done = bool(terminated or truncated) or cut
-        told_info = {**dict(info), "terminated": bool(terminated), "turns": self._turns}
-        return Observation((self._message(seen),), float(reward), done, told_info)
+        about = {**info, "terminated": bool(terminated), "turns": self._turns}
+        return Observation((self._message(seen),), float(reward), done, about)
 
     async def close(self) -> None:
         self._env.close()
@@ -179,16 +187,16 @@ class GymnasiumEnvironment:
             if last < 0:
                 raise ValueError(f"name one of {', '.join(self._actions)}")
             return positions[last]
-        space = getattr(self._env, "action_space", None)
+        space: Any = getattr(self._env, "action_space", None)
         if type(space).__name__ == "Text":
             return text
         numbers = _NUMBER.findall(text)
         if not numbers:
             raise ValueError("give a number")
-        discrete = type(space).__name__ == "Discrete"
-        number = float(numbers[-1])
-        value = int(number) if discrete or "." not in numbers[-1] else number
-        if discrete and not space.contains(value):  # type: ignore[union-attr]
+        if type(space).__name__ != "Discrete":
+            return float(numbers[-1]) if "." in numbers[-1] else int(numbers[-1])
+        value = int(float(numbers[-1]))
+        if not space.contains(value):
             raise ValueError(f"{value} is not in {space}")
         return value
 
@@ -266,25 +274,19 @@ class OpenEnvEnvironment:
                 f"environment 'openenv' needs options.url; {url!r} is none, give e.g. "
                 "http://127.0.0.1:8000"
             )
-        self._url = url.replace("http", "ws", 1).rstrip("/") + "/ws"
-        if url.startswith("ws"):
-            self._url = url.rstrip("/") + "/ws"
+        self._url = re.sub("^http", "ws", url).rstrip("/") + "/ws"
         self._action_field, self._action_extra = action_field, dict(action_extra or {})
         self._fields = tuple(observation_fields)
         self._connect_timeout_s = connect_timeout_s
         self._socket: ClientConnection | None = None
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
-        about = row.get("extra_info") or {}
-        seed = about.get("seed", about.get("index"))
-        seen = await self._asked("reset", {} if seed is None else {"seed": int(seed)})
-        prompt: list[Message] = [dict(message) for message in row.get("prompt") or ()]
-        shown = self._observation(seen)
-        return Observation((*prompt, *shown.messages), shown.reward, shown.done, shown.info)
+        seed = _seed_of(row)
+        first = await self._request("reset", {} if seed is None else {"seed": seed})
+        return replace(first, messages=(*_prompt_of(row), *first.messages))
 
     async def step(self, action: Action) -> Observation:
-        data = {**self._action_extra, self._action_field: action.text}
-        return self._observation(await self._asked("step", data))
+        return await self._request("step", {**self._action_extra, self._action_field: action.text})
 
     async def close(self) -> None:
         if self._socket is not None:
@@ -292,10 +294,10 @@ class OpenEnvEnvironment:
             await socket.send(json.dumps({"type": "close"}))
             await socket.close()
 
-    async def _asked(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
+    async def _request(self, kind: str, data: Mapping[str, object]) -> Observation:
         """Send a message and wait for its answer; the pool has the deadline."""
         if self._socket is None:
-            self._socket = await self._connected()
+            self._socket = await self._connect()
         await self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(await self._socket.recv())
         if not isinstance(answer, dict) or not isinstance(answer.get("data"), dict):
@@ -304,9 +306,14 @@ class OpenEnvEnvironment:
             refusal = answer["data"]
             words = f"{refusal.get('code', '')} {refusal.get('message', refusal)}".strip()
             raise EpisodeError(f"the OpenEnv server refused {kind}: {words[:300]}")
-        return answer["data"]
+        result = answer["data"]
+        done = any(bool(result.get(key)) for key in ("done", "terminated", "truncated"))
+        seen = result.get("observation", {})
+        message = {"role": "user", "content": self._shown(seen)}
+        reward = float(result.get("reward") or 0.0)
+        return Observation((message,), reward, done, {"observation": seen})
 
-    async def _connected(self) -> ClientConnection:
+    async def _connect(self) -> ClientConnection:
         try:
             from websockets.asyncio.client import connect
         except ImportError as error:
@@ -320,31 +327,21 @@ class OpenEnvEnvironment:
         except (OSError, TimeoutError) as error:
             raise EpisodeError(f"no OpenEnv server at {self._url} ({error})") from error
 
-    def _observation(self, data: Mapping[str, Any]) -> Observation:
-        done = any(bool(data.get(key)) for key in ("done", "terminated", "truncated"))
-        seen = data.get("observation", {})
-        message = {"role": "user", "content": self._shown(seen)}
-        return Observation(
-            (message,), float(data.get("reward") or 0.0), done, {"observation": seen}
-        )
-
     def _shown(self, seen: object) -> str:
         if not isinstance(seen, Mapping):
             return str(seen)
+        if missing := [name for name in self._fields if name not in seen]:
+            raise EpisodeError(
+                f"the OpenEnv server's observation has no {missing[0]!r}; it has "
+                f"{', '.join(seen)}, so correct options.observation_fields"
+            )
         if self._fields:
-            missing = [name for name in self._fields if name not in seen]
-            if missing:
-                raise EpisodeError(
-                    f"the OpenEnv server's observation has no {missing[0]!r}; it has "
-                    f"{', '.join(seen)}, so correct options.observation_fields"
-                )
             return "\n".join(str(seen[name]) for name in self._fields)
         texts = [value for value in seen.values() if isinstance(value, str)]
         return texts[0] if len(texts) == 1 else json.dumps(seen, ensure_ascii=False)
 
 
 _TAKEN = (signal.SIGINT, signal.SIGTERM)  # signals that it handles itself, with an exit
-_INSTALL = "docs/agents.md says how to install it"
 
 
 @register_environment("verifiers")
@@ -353,9 +350,8 @@ class VerifiersEnvironment:
 
     It drives the model itself, through a client. Ours hands each request over as an observation and
     answers it with the policy's next turn, so that the transcript stays one of the very ids. The
-    row's `extra_info` names an example of the environment's own data set (`split`, `index`).
-    `verifiers_rows` makes such rows. The rubric's reward comes with the last turn, and its metrics
-    are the episode's `info`.
+    row's `extra_info` names an example of its data set (`verifiers_rows` makes such rows). The
+    rubric's reward comes with the last turn, and its metrics are the episode's `info`.
     """
 
     def __init__(self, *, id: str = "", arguments: Mapping[str, object] | None = None) -> None:
@@ -374,18 +370,30 @@ class VerifiersEnvironment:
 
     def tools(self) -> list[dict[str, object]]:
         """The schemas for the chat template."""
-        return [_schema(tool) for tool in self._env.tool_defs or ()]
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": dict(tool.parameters),
+                },
+            }
+            for tool in self._env.tool_defs or ()
+        ]
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
         await self.close()
         self._turns = _Turns()
         example, client = self._example(row), _client_class()(self._turns)
         self._rollout = asyncio.create_task(self._env.run_rollout(example, client, "policy", {}))
-        return await self._observed()
+        return await self._next_observation()
 
     async def step(self, action: Action) -> Observation:
-        self._turns.answer(action)
-        return await self._observed()
+        if self._turns.answer is None:
+            raise EpisodeError("the rollout is over, and waits for no turn")
+        self._turns.answer.set_result(action)
+        return await self._next_observation()
 
     async def close(self) -> None:
         """End the rollout, if one is under way; the process keeps the environment itself."""
@@ -405,10 +413,10 @@ class VerifiersEnvironment:
             int(about["index"])
         ]
 
-    async def _observed(self) -> Observation:
+    async def _next_observation(self) -> Observation:
         """What the rollout asks next, or how it ended."""
         assert self._rollout is not None, "reset comes first"
-        request = asyncio.create_task(self._turns.asked())
+        request = asyncio.create_task(self._turns.requests.get())
         try:
             await asyncio.wait({request, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
             if request.done():
@@ -426,8 +434,8 @@ class _Turns:
     """Requests of one rollout, each with the turn that answers it."""
 
     def __init__(self) -> None:
-        self._asked: asyncio.Queue[list[object]] = asyncio.Queue()
-        self._answer: asyncio.Future[Action] | None = None
+        self.requests: asyncio.Queue[list[object]] = asyncio.Queue()  # messages that were added
+        self.answer: asyncio.Future[Action] | None = None
         self._known: list[object] = []  # messages that the policy has read or written
 
     async def request(self, messages: Sequence[Any]) -> Action:
@@ -435,7 +443,7 @@ class _Turns:
 
         Raises EpisodeError where that is not the one before, with the policy's turn and more.
         """
-        if self._answer is not None:
+        if self.answer is not None:
             raise EpisodeError("the environment asks for two turns at a time, and one is sampled")
         known, before = self._known, list(messages[: len(self._known)])
         turn = messages[len(known)].role if known and len(messages) > len(known) else "assistant"
@@ -445,22 +453,12 @@ class _Turns:
                 "only what is appended can be trained on"
             )
         self._known = list(messages)
-        self._asked.put_nowait(list(messages[len(known) + 1 if known else 0 :]))
-        self._answer = asyncio.get_running_loop().create_future()
+        self.requests.put_nowait(list(messages[len(known) + 1 if known else 0 :]))
+        self.answer = asyncio.get_running_loop().create_future()
         try:
-            return await self._answer
+            return await self.answer
         finally:
-            self._answer = None
-
-    async def asked(self) -> list[object]:
-        """The messages that the rollout has added."""
-        return await self._asked.get()
-
-    def answer(self, action: Action) -> None:
-        """Let the rollout go on with the policy's turn."""
-        if self._answer is None:
-            raise EpisodeError("the rollout is over, and waits for no turn")
-        self._answer.set_result(action)
+            self.answer = None
 
 
 def verifiers_module(id: str) -> str:
@@ -494,16 +492,12 @@ def _loaded(id: str, arguments: str) -> Any:
     """The environment; one a process, which many rollouts share."""
     try:
         import verifiers
-    except ImportError as error:
-        raise ConfigError(
-            f"environment 'verifiers' needs the package verifiers; {_INSTALL}"
-        ) from error
-    try:
+
         load = verifiers.load_environment
     except (AttributeError, ImportError) as error:
         raise ConfigError(
-            f"verifiers {verifiers.__version__} has no load_environment that works here ({error}); "
-            f"0.1.14 has: {_INSTALL}"
+            "environment 'verifiers' needs the package verifiers, whose load_environment of 0.1.14 "
+            f"works here ({error}); docs/agents.md says how to install it"
         ) from error
     handlers = {kind: signal.getsignal(kind) or signal.SIG_DFL for kind in _TAKEN}
     try:
@@ -569,15 +563,6 @@ def _client_class() -> Callable[[_Turns], object]:
             """Nothing is held."""
 
     return PolicyClient
-
-
-def _schema(tool: Any) -> dict[str, object]:
-    described = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": dict(tool.parameters),
-    }
-    return {"type": "function", "function": described}
 
 
 def _plain_message(message: Any) -> Message:

@@ -1,18 +1,22 @@
 """One episode: its messages and token ids, its limits, and how it ended.
 
-`Transcript` are its ids, `Episode` is one in progress, `PlayedEpisode` a finished one as evaluation
-reads it, and `collate_episodes` makes rows of a batch: what was sampled is learned from, all of it
-is attended to. All are values: `agent_loop` samples turns and asks environments. Saved ones are in
-`saved_episode`.
+`Transcript` are its ids, `Episode` is one in progress, `EpisodeSummary` a finished one as
+evaluation reads it, `EpisodeTree` one as a checkpoint holds it, and `collate_episodes` makes rows
+of a batch: what was sampled is learned from, all of it is attended to. All are values: `agent_loop`
+samples turns and asks environments.
 """
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from engine.agents.call_parsers import CallParser, parse_turn
 from engine.agents.environment_protocol import Action, Message, Observation
@@ -21,6 +25,7 @@ from engine.data.collate import collate_completions, pad
 from engine.data.templates import decode_response, encode_continuation, encode_prompt
 from engine.errors import RolloutError
 from engine.rollout.protocol import Completion
+from engine.rollout.stream import PartialCompletion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,13 +77,6 @@ class Transcript:
 
     It is one training sequence, or several where a chat template rewrites earlier turns and the
     episode goes on as a branch.
-
-    >>> episode = Transcript([1, 5, 6])
-    >>> episode.add_turn([9, 2], [-0.1, -0.2], [0, 0])
-    >>> episode.add_observation([7, 8])
-    >>> episode.add_reward(1.0)
-    >>> episode.ids, episode.sequences[0].rewards
-    ([1, 5, 6, 9, 2, 7, 8], [0.0, 1.0, 0.0, 0.0])
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
@@ -185,7 +183,6 @@ class EpisodeTokenizer:
         self._read_action, self.history = read_action, history
 
     def action(self, ids: Sequence[int]) -> Action:
-        """What a turn says."""
         return self._read_action(decode_response(self._tokenizer, ids), tuple(ids))
 
     def prompt(
@@ -340,7 +337,7 @@ SUCCESS = ("success", "solved", "correct")  # what environments call it in their
 
 
 @dataclass(frozen=True, slots=True)
-class PlayedEpisode:
+class EpisodeSummary:
     """What the policy and its environment said, and what came of it."""
 
     text: str  # a line "role> …" a message after the prompt, e.g. "assistant> 50\nuser> higher"
@@ -356,7 +353,7 @@ class PlayedEpisode:
     failed: bool  # the environment gave no answer
 
 
-def played(episode: Episode, parser: CallParser | None) -> PlayedEpisode:
+def summarize(episode: Episode, parser: CallParser | None) -> EpisodeSummary:
     """An episode that has ended. `parser` reads its calls; None: there are no tools."""
     transcript = episode.transcript
     assert transcript is not None
@@ -364,7 +361,7 @@ def played(episode: Episode, parser: CallParser | None) -> PlayedEpisode:
     messages = after_prompt(episode.messages, transcript.turns)
     replies = [str(message["content"]) for message in messages if message["role"] == "assistant"]
     parsed = [parse_turn(parser, text) for text in replies] if parser is not None else []
-    return PlayedEpisode(
+    return EpisodeSummary(
         text="\n".join(f"{message['role']}> {message['content']}" for message in messages),
         answer=replies[-1] if replies else "",
         turns=transcript.turns,
@@ -474,3 +471,135 @@ def turn_spans(episode: Episode, sequence: TrainingSequence) -> list[dict[str, o
         }
         for (start, stop), action in zip(sequence.turns, [*actions, *unread], strict=False)
     ]
+
+
+# An episode as a checkpoint holds it. One that is over is complete. One that plays goes on from its
+# environment's state, at the token that its turn had got to.
+
+
+class EpisodeTree(TypedDict):
+    """An episode in a checkpoint."""
+
+    index: int  # among the episodes of its prompt
+    told: str  # JSON: messages, rewards, end and so on, by field of `Episode`
+    seconds: float  # since it began
+    environment: Tensor  # uint8, a pickled state; empty for an episode that is over
+    sequences: list[dict[str, Any]]  # of its transcript
+    turn: dict[str, Tensor]  # tokens of the turn that is being sampled
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTurn:
+    """Where an episode goes on."""
+
+    environment: bytes  # the environment's state before the turn
+    tokens: PartialCompletion | None  # of the turn, so far
+    seconds: float  # since the episode began
+
+
+_SAVED_FIELDS = (
+    *("messages", "end", "error", "info", "turn_rewards"),
+    *("environment_seconds", "truncated", "dropped"),
+)
+_COLUMNS = {
+    "token_ids": torch.int32,
+    "sampled": torch.bool,
+    "log_probs": torch.float32,
+    "versions": torch.int32,
+    "rewards": torch.float64,
+}  # one entry a response token
+_TURN = {
+    "token_ids": torch.int32,
+    "log_probs": torch.float32,
+    "token_versions": torch.int32,
+}
+
+
+def save_episode(
+    episode: Episode, environment: bytes = b"", turn: PartialCompletion | None = None
+) -> EpisodeTree:
+    """An episode that is over, or one that goes on from `environment` and `turn`."""
+    assert episode.transcript is not None, "the episode has begun"
+    transcript = episode.transcript
+    fields = {name: getattr(episode, name) for name in _SAVED_FIELDS}
+    fields |= {"turns": transcript.turns, "sampled_tokens": transcript.sampled_tokens}
+    return {
+        "index": episode.index,
+        "told": json.dumps(fields, default=_plain),
+        "seconds": time.monotonic() - episode.started,
+        "environment": torch.from_numpy(np.frombuffer(environment, np.uint8).copy()),
+        "sequences": [_sequence_tree(sequence) for sequence in transcript.sequences],
+        "turn": {
+            name: torch.tensor([] if turn is None else getattr(turn, name), dtype=dtype)
+            for name, dtype in _TURN.items()
+        },
+    }
+
+
+def load_episode(episode: Episode, tree: EpisodeTree) -> SavedTurn | None:
+    """Make `episode`, a new one, what was saved; return where it goes on, None if it is over."""
+    fields = json.loads(tree["told"])
+    for name in _SAVED_FIELDS:
+        setattr(episode, name, fields[name])
+    sequences = [_sequence(sequence) for sequence in tree["sequences"]]
+    transcript = Transcript(sequences[0].prompt_ids)
+    transcript.sequences = sequences
+    transcript.turns, transcript.sampled_tokens = fields["turns"], fields["sampled_tokens"]
+    episode.transcript = transcript
+    if episode.end != "failed":
+        sampled = [s.token_ids[start:stop] for s in sequences for start, stop in s.turns]
+        episode.actions = [episode.tokenizer.action(ids) for ids in sampled]
+    if episode.end is not None:
+        return None
+    turn = [tree["turn"][name].tolist() for name in _TURN]
+    tokens = PartialCompletion(0, *turn) if turn[0] else None
+    return SavedTurn(tree["environment"].numpy().tobytes(), tokens, tree["seconds"])
+
+
+def _sequence_tree(sequence: TrainingSequence) -> dict[str, Any]:
+    columns = {name: torch.tensor(getattr(sequence, name), dtype=d) for name, d in _COLUMNS.items()}
+    prompt = torch.tensor(sequence.prompt_ids, dtype=torch.int32)
+    turns = torch.tensor(sequence.turns, dtype=torch.int32).view(-1, 2)
+    return columns | {"prompt_ids": prompt, "first_turn": sequence.first_turn, "turns": turns}
+
+
+def _sequence(tree: dict[str, Any]) -> TrainingSequence:
+    columns = {name: tree[name].tolist() for name in _COLUMNS}
+    turns = [(start, stop) for start, stop in tree["turns"].tolist()]
+    return TrainingSequence(
+        tree["prompt_ids"].tolist(), int(tree["first_turn"]), turns=turns, **columns
+    )
+
+
+def _plain(value: object) -> object:
+    """Arrays and NumPy numbers of a data set's rows as lists and numbers; others as text."""
+    plain = getattr(value, "tolist", None)
+    return plain() if plain is not None else str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialEpisodes:
+    """A prompt's episodes that are over or can go on; the others restart."""
+
+    episodes: Sequence[EpisodeTree]  # each by its `index`
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Policy version of the oldest sampled token; None without any."""
+        versions = [tree["turn"]["token_versions"] for tree in self.episodes]
+        for tree in self.episodes:
+            versions += [s["versions"][s["sampled"]] for s in tree["sequences"]]
+        return min((int(some.min()) for some in versions if len(some)), default=None)
+
+    def tree(self) -> dict[str, list[EpisodeTree]]:
+        """Tensors and plain values, for a checkpoint."""
+        return {"episodes": list(self.episodes)}
+
+    @staticmethod
+    def from_tree(tree: Mapping[str, Sequence[EpisodeTree]]) -> PartialEpisodes:
+        """The inverse of `tree`."""
+        return PartialEpisodes(tree["episodes"])
+
+    def by_index(self) -> dict[int, EpisodeTree]:
+        """The saved episodes by their index."""
+        return {tree["index"]: tree for tree in self.episodes}

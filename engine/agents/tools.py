@@ -1,7 +1,7 @@
 """Tools that a policy calls: Python functions with the JSON schema of their type hints.
 
 What a tool is, tools by name, and their calls, which end by a deadline in a message for the
-model. Shipped tools are in `builtin_tools`, those of MCP servers in `mcp_servers`.
+model. Shipped tools are in `builtin_tools`, those of MCP servers by `mcp_tools`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeAlias, TypeVar, get_type_hints
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, get_type_hints
 
+import jsonschema
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import ErrorDetails
 
@@ -22,6 +23,10 @@ from engine.agents.environment_protocol import Message, ToolCall
 from engine.errors import ConfigError
 from engine.registry import Options, Registry, origin
 from engine.rewards.calls import on_daemon_thread, text_of
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import Tool as ListedTool
 
 # A tool's schema has the form that chat templates read and `transformers.utils.get_json_schema`
 # writes. Pydantic makes it here, as transformers loads torch for it, and checks calls' arguments.
@@ -37,9 +42,7 @@ class Tool:
 
     name: str
     schema: Mapping[str, Any]  # {"type": "function", "function": {"name", …, "parameters"}}
-    function: Callable[
-        ..., Any
-    ]  # takes what `arguments` gives; a coroutine function, or a plain one
+    function: Callable[..., Any]  # of what `arguments` gives; a coroutine function or a plain one
     arguments: Callable[[Mapping[str, object]], dict[str, object]]
     """Checks and converts a call's arguments; raises ValueError with a sentence for the model."""
 
@@ -52,23 +55,10 @@ def function_tool(
     Keyword-only parameters with defaults are options: `options` set them, and the model doesn't see
     them. Raises ConfigError for a function that lacks a docstring, a type hint or the description
     of an argument, for a type without a JSON schema, and for an option that it doesn't declare.
-
-    >>> def add(a: int, b: int = 0) -> int:
-    ...     '''Add two numbers.
-    ...
-    ...     Args:
-    ...         a: One number.
-    ...         b: The other.
-    ...     '''
-    ...     return a + b
-    >>> tool = function_tool(add)
-    >>> tool.schema["function"]["parameters"]["properties"]["a"]
-    {'type': 'integer', 'description': 'One number.'}
-    >>> tool.arguments({"a": "2"})
-    {'a': 2, 'b': 0}
     """
     name = getattr(function, "__name__", type(function).__name__)
-    bound_options = Options(f"tool {name!r}", function).parse(options or {}, f"tool {name!r}")
+    owner = Options(f"tool {name!r}", function)
+    bound_options = owner.parse(options or {}, f"tool {name!r}")
     description, described = _read_docstring(name, function)
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -76,8 +66,9 @@ def function_tool(
     except (NameError, TypeError, ValueError) as error:
         raise ConfigError(f"tool {name!r}: its type hints can't be read ({error})") from error
     fields: dict[str, Any] = {}
-    names = [p.name for p in parameters if not _is_option(p)]
-    for index, parameter in enumerate(p for p in parameters if not _is_option(p)):
+    arguments = [p for p in parameters if p.name not in owner]
+    names = [p.name for p in arguments]
+    for index, parameter in enumerate(arguments):
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise ConfigError(f"tool {name!r} takes *{parameter.name}; name each argument")
         if parameter.name not in hints:
@@ -109,10 +100,6 @@ def function_tool(
         partial(function, **bound_options) if bound_options else function,
         partial(_arguments, model, names),
     )
-
-
-def _is_option(parameter: inspect.Parameter) -> bool:
-    return parameter.kind is parameter.KEYWORD_ONLY and parameter.default is not parameter.empty
 
 
 def _arguments(
@@ -152,9 +139,7 @@ def _plain(schema: object) -> Any:
 
 def _read_docstring(name: str, function: Callable[..., object]) -> tuple[str, dict[str, str]]:
     """The description, and that of each argument, of a docstring in Google's style."""
-    text = (
-        inspect.getdoc(function) if inspect.isroutine(function) else inspect.getdoc(type(function))
-    )
+    text = inspect.getdoc(function if inspect.isroutine(function) else type(function))
     if not text or not text.strip():
         raise ConfigError(f"tool {name!r} has no docstring; the model reads there what it does")
     parts = _SECTION.split(text)
@@ -236,21 +221,15 @@ def _made(spec: str | Mapping[str, Any] | Callable[..., object]) -> Tool:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class ToolLimits:
-    """What a call may take."""
-
-    timeout_s: float = 10.0  # seconds
-    max_output: int = 4000  # characters of a result that the model reads
-
-
-async def answer(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -> Message:
-    """The tool message that answers a call.
+async def answer(
+    tools: Mapping[str, Tool], call: ToolCall, timeout_s: float = 10.0, max_output: int = 4000
+) -> Message:
+    """The tool message that answers a call in time, in at most `max_output` characters.
 
     An unknown tool, wrong arguments, an exception, a late and an over-long result are told to the
     model in it. Coroutine functions run in this loop, plain ones on a thread of their own.
     """
-    return tool_message(shorten(await _text(tools, call, limits), limits.max_output), call)
+    return tool_message(shorten(await _text(tools, call, timeout_s), max_output), call)
 
 
 def tool_message(text: str, call: ToolCall | None = None) -> Message:
@@ -270,7 +249,7 @@ def shorten(text: str, most: int) -> str:
     return f"{text[:most]}\n[cut: {len(text) - most} of {len(text)} characters left out]"
 
 
-async def _text(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -> str:
+async def _text(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float) -> str:
     tool = tools.get(call.name)
     if tool is None:
         return f"error: there is no tool {call.name!r}; call one of {', '.join(tools) or 'none'}"
@@ -278,34 +257,23 @@ async def _text(tools: Mapping[str, Tool], call: ToolCall, limits: ToolLimits) -
         arguments = tool.arguments(call.arguments)
     except (ValueError, TypeError) as error:
         return f"error: {text_of(error)}"
-    deadline = asyncio.timeout(limits.timeout_s)
+    function = getattr(tool.function, "func", tool.function)  # below a `partial`
+    deadline = asyncio.timeout(timeout_s)
     try:
         async with deadline:
-            if inspect.iscoroutinefunction(inspect.unwrap(_function(tool.function))):
+            if inspect.iscoroutinefunction(inspect.unwrap(function)):
                 result = await tool.function(**arguments)
             else:
                 result = await on_thread(lambda: tool.function(**arguments))
-        return _readable(result)
+        if isinstance(result, str):
+            return result
+        return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
     except TimeoutError as error:
         if deadline.expired():
-            return f"error: {call.name} took longer than {limits.timeout_s:g} s"
+            return f"error: {call.name} took longer than {timeout_s:g} s"
         return f"error: TimeoutError: {text_of(error)}"
     except Exception as error:  # a user's tool may fail in any way
         return f"error: {type(error).__name__}: {text_of(error)}"
-
-
-def _function(called: Callable[..., object]) -> Callable[..., object]:
-    """The function below a `partial`."""
-    while hasattr(called, "func"):
-        called = called.func
-    return called
-
-
-def _readable(result: object) -> str:
-    """Text as it is; anything else as JSON, and what has no JSON by its own text."""
-    if isinstance(result, str):
-        return result
-    return "" if result is None else json.dumps(result, ensure_ascii=False, default=str)
 
 
 async def on_thread(function: Callable[[], T]) -> T:
@@ -323,3 +291,134 @@ async def on_thread(function: Callable[[], T]) -> T:
             raise RuntimeError(f"{type(error).__name__}: {text_of(error)}") from error
 
     return await asyncio.wrap_future(on_daemon_thread(call))
+
+
+# Tools of MCP servers (Model Context Protocol), over standard input and output or HTTP.
+
+_START_S = 60.0
+_CLOSE_S = 10.0
+
+
+def mcp_tools(servers: Mapping[str, object]) -> list[Tool]:
+    """The tools of servers; this process starts each once, and asks it for its list.
+
+    Raises ConfigError for a wrong description, and for a server that doesn't answer.
+    """
+    for name, spec in servers.items():
+        if not isinstance(spec, Mapping) or ("command" in spec) == ("url" in spec):
+            raise ConfigError(
+                f"rollout.agent.environment.options.mcp_servers.{name}: give either "
+                "`command` (with `args`, `env`, `cwd`) or `url`"
+            )
+    return _listed_tools(json.dumps(servers, sort_keys=True))
+
+
+@lru_cache(maxsize=16)
+def _listed_tools(description: str) -> list[Tool]:
+    servers = _McpServers(json.loads(description))
+    # On a thread, in a loop of its own: the caller's may be running.
+    listing = on_daemon_thread(asyncio.run, servers.list_tools())
+    try:
+        return listing.result((_START_S + _CLOSE_S) * len(servers.specs))
+    except TimeoutError:
+        raise ConfigError(
+            f"rollout.agent.environment.options.mcp_servers: {', '.join(servers.specs)} "
+            f"neither answered nor ended within {_START_S:g} s each; check their commands"
+        ) from None
+
+
+class _McpServers:
+    """The servers of one configuration; connections are kept a loop."""
+
+    def __init__(self, specs: Mapping[str, Mapping[str, object]]) -> None:
+        self.specs = specs
+        self._clients: dict[tuple[int, str], asyncio.Future[Client]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def list_tools(self) -> list[Tool]:
+        tools: list[Tool] = []
+        for name in self.specs:
+            try:
+                async with asyncio.timeout(_START_S), self._client(name) as client:
+                    listed, cursor = [], None
+                    while True:
+                        page = await client.list_tools(cursor=cursor)
+                        listed += page.tools
+                        cursor = page.next_cursor
+                        if not cursor:
+                            break
+            except ConfigError:
+                raise
+            except BaseException as error:  # also groups of them, which anyio raises
+                raise ConfigError(
+                    f"rollout.agent.environment.options.mcp_servers.{name} doesn't answer "
+                    f"({type(error).__name__}: {text_of(error)}); check its command or url"
+                ) from error
+            tools += [self._tool(name, tool) for tool in listed]
+        return tools
+
+    def _tool(self, server: str, listed: ListedTool) -> Tool:
+        parameters = dict(listed.input_schema)
+        about = {
+            "name": listed.name,
+            "description": listed.description or "",
+            "parameters": parameters,
+        }
+        return Tool(
+            listed.name,
+            {"type": "function", "function": about},
+            partial(self._call, server, listed.name),
+            partial(_checked, parameters),
+        )
+
+    async def _call(self, server: str, tool: str, /, **arguments: object) -> str:
+        client = await self._connected(server)
+        result = await client.call_tool(tool, arguments)
+        texts = [getattr(part, "text", f"({part.type})") for part in result.content]
+        text = "\n".join(texts)
+        return f"error: {text}" if result.is_error else text
+
+    def _client(self, name: str) -> Client:
+        try:
+            from mcp import Client, StdioServerParameters
+        except ImportError as error:
+            raise ConfigError(
+                "rollout.agent.environment.options.mcp_servers needs the package mcp; install "
+                "hybridflyte[mcp]"
+            ) from error
+        spec = self.specs[name]
+        server = spec["url"] if "url" in spec else StdioServerParameters(**spec)
+        return Client(server)
+
+    async def _connected(self, name: str) -> Client:
+        """The client of a server in this loop; a task of its own holds it open to the end."""
+        loop = asyncio.get_running_loop()
+        key = (id(loop), name)
+        ready = self._clients.get(key)
+        if ready is None or (ready.done() and ready.exception() is not None):
+            ready = self._clients[key] = loop.create_future()
+            task = loop.create_task(self._hold(name, ready, key))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(ready)
+
+    async def _hold(self, name: str, ready: asyncio.Future[Client], key: tuple[int, str]) -> None:
+        try:
+            async with self._client(name) as client:
+                ready.set_result(client)
+                await asyncio.get_running_loop().create_future()  # until the loop ends
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)
+        finally:
+            self._clients.pop(key, None)
+
+
+def _checked(schema: Mapping[str, object], arguments: Mapping[str, object]) -> dict[str, object]:
+    try:
+        jsonschema.validate(dict(arguments), schema)
+    except jsonschema.ValidationError as error:
+        raise ValueError(error.message) from None
+    except jsonschema.SchemaError:  # the server's own check has to do
+        return dict(arguments)
+    return dict(arguments)

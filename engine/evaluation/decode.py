@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.initialization import no_init_weights
 
-from engine.agents.episode import PlayedEpisode
+from engine.agents.episode import EpisodeSummary
 from engine.batch import Batch, Column
 from engine.config import EvaluateConfig, ParallelConfig, RolloutConfig
 from engine.controller.launch import launch, ray_session
@@ -180,7 +180,7 @@ class Answer(NamedTuple):
 
     token_ids: list[int]  # sampled tokens, stop tokens included, e.g. [17, 9, 2]
     truncated: bool  # at the limit of tokens
-    episode: PlayedEpisode | None = None
+    episode: EpisodeSummary | None = None
 
 
 def decode_passes(

@@ -18,7 +18,7 @@ from engine.errors import DataError
 from engine.evaluation.metrics import format_rate, majority_vote
 
 if TYPE_CHECKING:
-    from engine.agents.episode import PlayedEpisode
+    from engine.agents.episode import EpisodeSummary
 
 ModelName = Literal["warm_start", "rl", "champion"]
 
@@ -94,7 +94,7 @@ class Judged:
     vote: str | None  # what counts in a majority vote: the answer, or the text
     well_formed: bool
     failed: bool  # it could not be scored
-    episode: PlayedEpisode | None = None  # where the completion is one
+    episode: EpisodeSummary | None = None  # where the completion is one
 
 
 def build_rows(

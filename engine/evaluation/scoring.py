@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from engine.agents.episode import PlayedEpisode
+from engine.agents.episode import EpisodeSummary
 from engine.config import EvaluateConfig
 from engine.data.collate import collate_prompts
 from engine.data.rows import prompt_text
@@ -26,7 +26,7 @@ from engine.evaluation.results import Judged, ModelName, Problems, build_rows
 from engine.evaluation.summary import TEST
 from engine.registry import import_plugins
 from engine.rewards import Scorer
-from engine.rewards.formats import NAME as ENVIRONMENT
+from engine.rewards.answers import ENVIRONMENT
 from engine.rollout.protocol import SamplingParams
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def judge(
 
 def judge_episodes(
     scorer: Scorer,
-    episodes: Sequence[PlayedEpisode],
+    episodes: Sequence[EpisodeSummary],
     prompts: Sequence[str],
     columns: Mapping[str, Sequence[object]],
 ) -> list[Judged]:

@@ -1,32 +1,25 @@
 """What a completion is worth: reward functions by name, and calls of them that can't hang a run.
 
 Read `reward_function` first: what a reward is and what it returns. `scorer` is what trainers and
-evaluation use, `calls` and `process` call a function on threads or in processes of its own.
-`answers`, `formats`, `code` (with `sandbox`), `http_rewards` and `model_based` are the rewards.
+evaluation use, `calls` calls a function on threads or in processes of its own.
+`answers`, `code` (with `sandbox`), `http_rewards` and `model_based` are the rewards.
 """
 
-from engine.rewards.calls import RewardScorer, RewardThreads, score
+from engine.rewards.calls import RewardThreads, score
 from engine.rewards.reward_function import (
-    RewardFailure,
-    RewardFunction,
     Scores,
     declared_components,
-    ordered_weights,
     register_reward,
     resolve_reward,
 )
 from engine.rewards.scorer import Scorer, open_reward, require_rewards, scorer_identity
 
 __all__ = [
-    "RewardFailure",
-    "RewardFunction",
-    "RewardScorer",
     "RewardThreads",
     "Scorer",
     "Scores",
     "declared_components",
     "open_reward",
-    "ordered_weights",
     "register_reward",
     "require_rewards",
     "resolve_reward",

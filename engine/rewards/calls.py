@@ -1,32 +1,49 @@
 """Calls of a reward function, which can't hang a run, end it, or corrupt a batch.
 
 `score` is the front door: all rows in one call, and each by itself where that fails, so that only
-the rows at fault have no score. It is given a `RewardScorer`; `RewardThreads` is the one that calls
-a function on threads of this process, `process` has those in processes of their own.
+the rows at fault have no score. It is given a `RewardScorer`: `RewardThreads` calls a function on
+threads of this process, `RewardProcess` in a process of its own (`engine.worker_process`), and
+`RewardPool` scores completion by completion in several. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import logging
+import os
+import pickle
 import queue
+import random
+import resource
+import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, ParamSpec, Protocol, TypeAlias, TypeVar
+from itertools import chain
+from multiprocessing.connection import Connection
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
-from engine.errors import RewardError
+import numpy as np
+
+from engine.errors import ConfigError, RewardError, WorkerError
 from engine.rewards.reward_function import (
+    RegisteredReward,
     RewardFailure,
     RewardFunction,
     Scores,
-    read,
+    declared_components,
+    import_reward,
+    read_result,
     require_components,
+    resolve_reward,
 )
+from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,10 +71,6 @@ class RewardRows:
 
     def __len__(self) -> int:
         return len(self.completions)
-
-    def row(self, index: int) -> RewardRows:
-        """Return row `index` as rows of its own (B = 1)."""
-        return self.select([index])
 
     def select(self, indices: Sequence[int]) -> RewardRows:
         """Return the rows at `indices`, in that order."""
@@ -142,93 +155,59 @@ _LONGEST = 300  # characters of an exception's text
 RowResult: TypeAlias = Scores | RewardFailure
 
 
-class RewardScorer(Protocol):
+class RewardScorer:
     """A reward function that is ready to be called, in this process or in one of its own."""
 
     name: str  # in messages, e.g. "my_rewards.by_length"
+    components: tuple[str, ...] | None  # as declared or returned; None: nothing is known yet
 
-    @property
-    def components(self) -> tuple[str, ...] | None:
-        """Those that were declared; None: nothing is known."""
-        ...
-
-    def score_all(
-        self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
-    ) -> Scores:
+    def score_all(self, rows: RewardRows, timeout_s: float) -> Scores:
         """One call on all rows; raise RewardFailure where it fails as a whole."""
-        ...
+        result = self.score_each({0: rows}, timeout_s).get(0) or late(
+            self.name, len(rows), timeout_s
+        )
+        if isinstance(result, RewardFailure):
+            raise result
+        return result
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
-        """A call on each row, by its number; those that ended by one common deadline."""
-        ...
+        """A call on each entry of `rows`, by its key; those that ended by one common deadline."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """End what runs; called once."""
-        ...
 
 
-@dataclass(frozen=True, slots=True)
-class RowsStarted:
-    """The call on rows, of one or of several, began."""
-
-    key: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowsEnded:
-    """The call on rows ended."""
-
-    key: int
-    result: RowResult
-
-    def scores(self) -> Scores:
-        """The scores; raise the RewardFailure where there are none."""
-        if isinstance(self.result, RewardFailure):
-            raise self.result
-        return self.result
-
-
-class RewardThreads:
+class RewardThreads(RewardScorer):
     """Calls a reward on threads of this process; it keeps nothing between calls."""
 
     def __init__(
         self,
         function: RewardFunction,
         components: tuple[str, ...] | None = None,
-        *,
-        before_call: Callable[[RewardRows], None] | None = None,
+        before_call: Callable[[RewardRows], None] = lambda rows: None,
     ) -> None:
         self.name = getattr(function, "__qualname__", type(function).__name__)
         self.components = components
-        self._function = function
-        self._before_call = before_call or (lambda rows: None)
-
-    def score_all(
-        self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
-    ) -> Scores:
-        for event in self.events({0: rows}, timeout_s, components=components):
-            if isinstance(event, RowsEnded):
-                return event.scores()
-        raise late(self.name, len(rows), timeout_s)
+        self._function, self._before_call = function, before_call
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
         events = self.events(rows, timeout_s)
-        return {event.key: event.result for event in events if isinstance(event, RowsEnded)}
+        return {key: result for key, result in events if result is not None}
 
     def events(
         self,
         rows: Mapping[int, RewardRows],
         timeout_s: float,
-        *,
-        components: tuple[str, ...] | None = None,
         at_once: int = AT_ONCE,
         tick_s: float = float("inf"),
-    ) -> Iterator[RowsStarted | RowsEnded | None]:
+    ) -> Iterator[tuple[int, RowResult | None]]:
         """Call the reward on each entry of `rows`, side by side; yield what began and ended.
 
-        The threads are at most `at_once * (TURNS + 1)`: a call that takes long gives its turn to
-        the next but may still end, so a few that hang don't keep the others from being scored.
-        None comes after `tick_s` in which nothing happened.
+        (key, None) says that a call began, (key, result) that it ended, (-1, None) that nothing
+        happened for `tick_s`. The threads are at most `at_once * (TURNS + 1)`: a call that takes
+        long gives its turn to the next but may still end, so a few that hang don't keep the others
+        from being scored.
         """
         deadline = time.monotonic() + timeout_s
         ended: queue.SimpleQueue[tuple[int, Future[object]]] = queue.SimpleQueue()
@@ -240,7 +219,7 @@ class RewardThreads:
             turns = {key: until for key, until in turns.items() if until > now}
             while waiting and len(turns) < at_once and now < deadline:
                 key = waiting.popleft()
-                yield RowsStarted(key)
+                yield key, None
                 self._before_call(rows[key])
                 call = on_daemon_thread(call_reward, self._function, rows[key], deadline)
                 call.add_done_callback(lambda done, key=key: ended.put((key, done)))  # type: ignore[misc]
@@ -252,60 +231,52 @@ class RewardThreads:
             except queue.Empty:
                 if time.monotonic() >= deadline:
                     return
-                yield None
+                yield -1, None
                 continue
             turns.pop(key, None)
             under_way -= 1
-            try:
-                result: RowResult = self._read(call, len(rows[key]), timeout_s, components, key)
-            except RewardFailure as failure:
-                result = failure
-            yield RowsEnded(key, result)
+            yield key, self._read(call, len(rows[key]), timeout_s, key)
 
-    def close(self) -> None:
-        """Nothing is left to end: what still runs has been given up."""
-
-    def _read(
-        self,
-        call: Future[object],
-        size: int,
-        timeout_s: float,
-        components: tuple[str, ...] | None,
-        first_row: int,
-    ) -> Scores:
-        """Read a call's result; raise RewardFailure for an error in its place."""
+    def _read(self, call: Future[object], size: int, timeout_s: float, first_row: int) -> RowResult:
         error = call.exception()
         if isinstance(error, DeadlinePassed):
-            raise late(self.name, size, timeout_s)
-        if isinstance(error, RewardError):  # it says what is wrong by itself
-            raise RewardFailure("raised", text_of(error)) from error
+            return late(self.name, size, timeout_s)
         if error is not None:
-            raise RewardFailure(
-                "raised", f"reward {self.name!r} raised {type(error).__name__}: {text_of(error)}"
-            ) from error
-        result = call.result()
-        try:
-            return read(self.name, result, size, components, first_row)
-        except RewardFailure:
-            raise
-        except Exception as failed:  # any object may be here, and fail in its own way
-            raise RewardFailure(
-                "malformed",
-                f"reward {self.name!r} returned {type(result).__name__}, which can't "
-                f"be read ({type(failed).__name__}: {text_of(failed)}); return a plain list",
-            ) from failed
+            message = text_of(error)
+            if not isinstance(error, RewardError):  # which says what is wrong by itself
+                message = f"reward {self.name!r} raised {type(error).__name__}: {message}"
+            failure = RewardFailure("raised", message)
+        else:
+            result = call.result()
+            try:
+                return read_result(self.name, result, size, first_row)
+            except RewardFailure as malformed:
+                return malformed
+            except Exception as unreadable:  # any object may be here, and fail in its own way
+                error = unreadable
+                failure = RewardFailure(
+                    "malformed",
+                    f"reward {self.name!r} returned {type(result).__name__}, which can't be read "
+                    f"({type(error).__name__}: {text_of(error)}); return a plain list",
+                )
+        failure.__cause__ = error
+        return failure
 
 
 def late(
     name: str, size: int, timeout_s: float, setting: str = "reward.timeout_s"
 ) -> RewardFailure:
     """The failure of a call on `size` completions that gave no answer by its deadline."""
-    what = f"{size} completions" if size > 1 else "a completion"
     return RewardFailure(
         "deadline",
-        f"reward {name!r} gave no answer for {what} within {timeout_s:g} s; "
+        f"reward {name!r} gave no answer for {counted(size)} within {timeout_s:g} s; "
         f"make it faster, or raise {setting}",
     )
+
+
+def counted(size: int) -> str:
+    """The number of completions in words."""
+    return f"{size} completions" if size > 1 else "a completion"
 
 
 def text_of(error: BaseException) -> str:
@@ -334,98 +305,330 @@ def score(
     completions: Sequence[str],
     columns: Mapping[str, Sequence[object]],
     timeout_s: float,
-    *,
-    components: tuple[str, ...] | None = None,
     on_error: OnError = "fail",
 ) -> Scores:
     """Score B completions within `timeout_s` seconds, or twice that where some of them fail.
 
-    `columns` are the rows' other columns, `ground_truth` among them; `components` the names that
-    must come back (() for a plain list, None for any). Where the call on all rows raises, hangs
-    or returns a malformed result, each row is scored by itself, so that only those at fault have
-    no score; a value that isn't finite costs its row and no further call. Failures are logged as
-    one warning. With `on_error="fail"` there is no second try and the first failure is raised.
-
-    Raises RewardError then, and where columns don't fit the completions.
+    `columns` are the rows' other columns, `ground_truth` among them. Where the call on all rows
+    raises, hangs or returns a malformed result (other components than before, say), each row is
+    scored by itself, so that only those at fault have no score; a value that isn't finite costs its
+    row and no further call. Failures are logged as one warning. With `on_error="fail"` the first
+    one raises RewardError, as do columns that don't fit the completions.
     """
     rows = RewardRows(prompts, completions, columns)
     if not len(rows):
-        return Scores(components, [], {})
-    if on_error == "fail":
-        scores, whole = scorer.score_all(rows, timeout_s, components), None
-    else:
-        scores, whole = score_rows(scorer, rows, timeout_s, components)
+        return Scores(scorer.components, [], {})
+    scores, batch_failure = score_rows(scorer, rows, timeout_s, on_error)
     if on_error == "fail" and scores.failures:
         raise scores.failures[min(scores.failures)]
-    if whole is not None or scores.failures:
-        _log(scorer.name, scores, whole, on_error)
+    if batch_failure is not None or scores.failures:
+        _log(scorer.name, scores, batch_failure, on_error)
     return scores
 
 
 def score_rows(
-    scorer: RewardScorer,
-    rows: RewardRows,
-    timeout_s: float,
-    components: tuple[str, ...] | None,
+    scorer: RewardScorer, rows: RewardRows, timeout_s: float, on_error: OnError = "drop"
 ) -> tuple[Scores, RewardFailure | None]:
     """All rows in one call, or each by itself where that fails; and how it did, if so."""
     try:
-        return scorer.score_all(rows, timeout_s, components), None
+        scores = scorer.score_all(rows, timeout_s)
+        _settle_components(scorer, scores)
+        return scores, None
     except RewardFailure as failure:
+        if on_error == "fail":
+            raise
         if len(rows) == 1:
-            return Scores.of(components, {}, {0: failure}), failure
-        return score_single_rows(scorer, rows, timeout_s, components), failure
+            return Scores.of(scorer.components, {}, {0: failure}), failure
+        return score_single_rows(scorer, rows, timeout_s), failure
 
 
-def score_single_rows(
-    scorer: RewardScorer,
-    rows: RewardRows,
-    timeout_s: float,
-    components: tuple[str, ...] | None,
-) -> Scores:
+def score_single_rows(scorer: RewardScorer, rows: RewardRows, timeout_s: float) -> Scores:
     """Score each row by itself, all within one deadline; a row that hangs fails."""
-    results = scorer.score_each({row: rows.row(row) for row in range(len(rows))}, timeout_s)
+    single_rows = {row: rows.select([row]) for row in range(len(rows))}
+    results = scorer.score_each(single_rows, timeout_s)
     values: dict[int, list[float]] = {}
     failures: dict[int, RewardFailure] = {}
-    for row in range(len(rows)):
+    for row in single_rows:
         result = results.get(row) or late(scorer.name, 1, timeout_s)
         try:
             if isinstance(result, RewardFailure):
                 raise result
-            require_components(scorer.name, result.components, components)
-            components = result.components  # the first row with a result settles them for all
+            _settle_components(scorer, result)
             if result.failures:
                 raise result.failures[0]
             values[row] = result.rows[0]
         except RewardFailure as failure:
             failures[row] = failure
-    return Scores.of(components, values, failures)
+    return Scores.of(scorer.components, values, failures)
 
 
-def _log(name: str, scores: Scores, whole: RewardFailure | None, on_error: OnError) -> None:
+def _settle_components(scorer: RewardScorer, scores: Scores) -> None:
+    """Hold a reward to its components: those that were declared, or that its first result has."""
+    if scores.components is not None:
+        require_components(scorer.name, scores.components, scorer.components)
+        scorer.components = scores.components
+
+
+def _log(name: str, scores: Scores, batch_failure: RewardFailure | None, on_error: OnError) -> None:
     """One warning a batch: how many failed and why, what becomes of them, the first traceback."""
     failures = [scores.failures[row] for row in sorted(scores.failures)]
-    raised = next((f.__cause__ for f in [*failures, whole] if f and f.__cause__), None)
-    if not failures:
-        logger.warning(
-            "reward %r failed for all %d completions at once, though for none by itself: %s",
-            name,
-            len(scores.rows),
-            whole,
-            exc_info=raised,
+    size = len(scores.rows)
+    if failures:
+        causes = Counter(failure.cause for failure in failures)
+        message = (
+            f"reward {name!r} failed for {len(failures)} of {size} completions "
+            f"({', '.join(f'{cause} {count}' for cause, count in causes.items())}), which "
+            f"{'are left out of learning' if on_error == 'drop' else 'score 0'} "
+            f"(reward.on_error={on_error}); first, completion {min(scores.failures)}: {failures[0]}"
         )
-        return
-    causes = Counter(failure.cause for failure in failures)
-    logger.warning(
-        "reward %r failed for %d of %d completions (%s), which %s (reward.on_error=%s); "
-        "first, completion %d: %s",
-        name,
-        len(failures),
-        len(scores.rows),
-        ", ".join(f"{cause} {count}" for cause, count in causes.items()),
-        "are left out of learning" if on_error == "drop" else "score 0",
-        on_error,
-        min(scores.failures),
-        failures[0],
-        exc_info=raised,
-    )
+    else:
+        message = (
+            f"reward {name!r} failed for all {size} completions at once, though for none by "
+            f"itself: {batch_failure}"
+        )
+    raised = next((f.__cause__ for f in [*failures, batch_failure] if f and f.__cause__), None)
+    logger.warning("%s", message, exc_info=raised)
+
+
+# In the reward's process. The first message has the arguments of `RewardService`, which answers
+# with the reward's name and components. Each further one is (rows, timeout_s, tick_s), which
+# `RewardThreads.events` answers.
+
+
+class RewardService:
+    """The function, and whether it has drawn from the random generators."""
+
+    def __init__(self, load: Mapping[str, Any], channel: Connection) -> None:
+        name, memory_bytes = load["name"], load["memory_bytes"]
+        if memory_bytes:
+            resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        if ":" not in name:
+            import_reward(name, load["modules"])
+        function = resolve_reward(name, load["options"])
+        self._threads = RewardThreads(function, declared_components(name), _seed)
+        self._channel = channel
+        self._draws = False
+        self.loaded = self._threads.name, self._threads.components
+
+    def run(self) -> None:
+        """Answer requests until the other end closes."""
+        with suppress(EOFError):
+            while True:
+                self._score(*self._channel.recv())
+                sys.stdout.flush()
+
+    def _score(self, rows: Mapping[int, RewardRows], timeout_s: float, tick_s: float) -> None:
+        """Score rows side by side; one after the other if the function draws from generators."""
+        if len(rows) == 1:
+            _seed(*rows.values())
+        before = _generator_states()
+        at_once = 1 if self._draws else AT_ONCE
+        for event in self._threads.events(rows, timeout_s, at_once, tick_s):
+            self._channel.send(event)
+        if len(rows) == 1 and not self._draws:
+            self._draws = _generator_states() != before
+
+
+def _seed(rows: RewardRows) -> None:
+    """Seed what is drawn from by the rows' texts, so that the same rows get the same draws."""
+    text = "\0".join([*rows.prompts, *rows.completions])
+    seed = int.from_bytes(hashlib.sha256(text.encode("utf-8", "replace")).digest()[:4], "big")
+    random.seed(seed)
+    np.random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)
+
+
+def _generator_states() -> tuple[object, ...]:
+    """The state of the generators, to be compared."""
+    torch = sys.modules.get("torch")
+    drawn = b"" if torch is None else torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), pickle.dumps(np.random.get_state()), drawn
+
+
+# The run's side.
+
+
+class RewardProcess(RewardScorer):
+    """Calls a reward in its own process.
+
+    The process keeps its state (a model that it loaded, say) between calls, until a call ends it or
+    takes too long; the next call starts another. Raises ConfigError for a name that can't be
+    resolved there, and RewardError where the process ends while it loads the function.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, object] | None,
+        modules: tuple[str, ...],
+        imports: tuple[str, ...] = (),
+        memory_bytes: int = 0,
+    ) -> None:
+        """`modules` are those that may register `name`, likely ones first.
+
+        `imports`: see `WorkerProcess`. `memory_bytes` limits the process's address space.
+        """
+        self._load = {
+            "name": name,
+            "options": options or {},
+            "modules": modules,
+            "memory_bytes": memory_bytes,
+        }
+        self._process = WorkerProcess(
+            f"reward {name!r}", "engine.rewards.calls:RewardService", imports
+        )
+        try:
+            loaded: Any = self._process.start(self._load)
+        except WorkerError as error:
+            raise RewardError(str(error)) from None
+        self.name, self.components = loaded
+
+    def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
+        """As `RewardThreads.score_each`.
+
+        Rows that were under way as the process was lost are tried alone, so that only those that
+        end it fail.
+        """
+        self._restart()  # which has time of its own
+        deadline = time.monotonic() + timeout_s
+        groups = deque([list(rows)])
+        results: dict[int, RowResult] = {}
+        while groups and time.monotonic() < deadline:
+            group = groups.popleft()
+            # Seconds without a word until it is held to be stuck, its lock held by C code. Each of
+            # those that are to be tried alone gets its share.
+            patience = min(max(2.0, timeout_s / TURNS), timeout_s / 2)
+            if len(rows) == 1:
+                patience = timeout_s
+            elif len(group) == 1 and groups:
+                patience = min(patience, (deadline - time.monotonic()) / (len(groups) + 1))
+            started: set[int] = set()
+            part = {row: rows[row] for row in group}
+            lost = self._score_group(part, deadline, max(patience, 0.01), started, results)
+            if lost is None:
+                continue
+            if not started and lost.cause == "crashed":  # the function can't even be loaded
+                return results | dict.fromkeys([*group, *chain(*groups)], lost)
+            suspects = [row for row in group if row in started and row not in results]
+            if len(suspects) == 1:
+                results[suspects[0]] = lost
+            else:
+                groups.extend([row] for row in suspects)
+            if untried := [row for row in group if row not in started]:
+                groups.appendleft(untried)
+        if groups:
+            self._process.end()
+        return results
+
+    def close(self) -> None:
+        """End the process and all that it left behind."""
+        self._process.close()
+
+    def _restart(self) -> RewardFailure | None:
+        """Start the process if it isn't there; why it can't be, if so."""
+        try:
+            if not self._process.running:
+                self._process.start(self._load)
+        except (WorkerError, ConfigError) as error:
+            return RewardFailure("crashed", str(error))
+        return None
+
+    def _score_group(
+        self,
+        rows: Mapping[int, RewardRows],
+        deadline: float,
+        patience_s: float,
+        started: set[int],
+        results: dict[int, RowResult],
+    ) -> RewardFailure | None:
+        """Score rows in the process, into `results`; why it was lost, if it was."""
+        if failure := self._restart():
+            return failure
+        request = rows, round(deadline - time.monotonic(), 2), patience_s / 4
+        try:
+            self._process.send(request, min(deadline, time.monotonic() + patience_s))
+            while not rows.keys() <= results.keys():
+                message: Any = self._process.receive(min(deadline, time.monotonic() + patience_s))
+                if isinstance(message, ProcessEnded):
+                    return RewardFailure(
+                        "crashed",
+                        f"the process of reward {self.name!r} {message.how} while it scored "
+                        f"{counted(max(map(len, rows.values())))}",
+                        message.stderr,
+                    )
+                key, result = message
+                if result is not None:
+                    results[key] = result
+                elif key in rows:
+                    started.add(key)
+        except TooLate:
+            self._process.end()  # what hangs must not go on beside the next call
+            if time.monotonic() < deadline:
+                return late(self.name, 1, patience_s)
+        return None
+
+
+MEMORY_BYTES = 4 << 30  # address space of a process; what needs more has no score
+_MOST_PROCESSES = 8  # unless asked for
+
+
+class RewardPool(RewardScorer):
+    """Calls a registered reward on single rows, each with a deadline, in several processes.
+
+    A completion that takes too long costs its process, which is forked again with all modules
+    loaded, and no other completion. The processes start with the first call.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, object] | None,
+        entry: RegisteredReward,
+        processes: int,
+        sample_timeout_s: float,
+    ) -> None:
+        """`entry` is that of `name`. `processes` of 0 are as many as cores, 8 at most."""
+        self.name, self.components = name, entry.components
+        self._options = options
+        self._module = entry.function.__module__
+        self._imports = (self._module, *entry.imports)
+        self._size = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
+        self._limit_s = sample_timeout_s
+        self._free: list[RewardProcess] = []
+
+    def score_all(self, rows: RewardRows, timeout_s: float) -> Scores:
+        return score_single_rows(self, rows, timeout_s)
+
+    def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
+        def scored(row: RewardRows) -> RowResult | None:
+            limit_s = min(deadline - time.monotonic(), self._limit_s)
+            if limit_s <= 0:
+                return None
+            process = self._take()
+            try:
+                return process.score_all(row, limit_s)
+            except RewardFailure as failure:
+                if failure.cause == "deadline" and limit_s == self._limit_s:
+                    return late(self.name, 1, limit_s, "reward.sample_timeout_s")
+                return failure
+            finally:
+                self._free.append(process)
+
+        count = min(self._size, len(rows))
+        with ThreadPoolExecutor(count) as threads:
+            self._free += list(threads.map(lambda _: self._take(), range(count)))
+            deadline = time.monotonic() + timeout_s
+            results = zip(rows, threads.map(scored, rows.values()), strict=True)
+            return {row: result for row, result in results if result is not None}
+
+    def close(self) -> None:
+        """End all processes and what they left behind."""
+        while self._free:
+            self._free.pop().close()
+
+    def _take(self) -> RewardProcess:
+        """A process that is there, or one that is started now."""
+        with suppress(IndexError):
+            return self._free.pop()
+        return RewardProcess(self.name, self._options, (self._module,), self._imports, MEMORY_BYTES)

@@ -2,13 +2,8 @@
 
 The program is the last fenced block of a completion, or the whole text. It runs in a sandbox
 (`sandbox`) of its own, and never meets the results that are expected of it. `read_tests` reads test
-cases as data sets write them, in three kinds, as JSON text or values:
-
-- input and output: `{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}` (APPS, TACO, verl), or a list of
-  `{"input": …, "output": …}` (LiveCodeBench);
-- calls: the same with `fn_name`, e.g. `{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}`;
-- assertions: Python text, a list of such lines (MBPP), or `{"test": …, "entry_point": "f"}`
-  (HumanEval, whose test calls `check(f)`).
+cases as data sets write them, as JSON text or values: input and output (APPS, TACO, verl,
+LiveCodeBench), calls of `fn_name`, and assertions (MBPP, HumanEval); see docs/rewards.md.
 """
 
 from __future__ import annotations
@@ -20,38 +15,32 @@ import math
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from engine.errors import RewardError
-from engine.rewards.reward_function import register_reward
-from engine.rewards.sandbox import programs
-from engine.rewards.sandbox.programs import Remote, ask
-from engine.rewards.sandbox.run import ALL, Limits, Sandbox, Walls
+from engine.rewards.reward_function import register_row_reward
+from engine.rewards.sandbox import Limits, Sandbox, guest
+from engine.rewards.sandbox.guest import Remote, ask
 
 _CLOSE = 1e-6  # of two numbers, relative or absolute
+_FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_LONGEST = 200_000  # characters of a program
+logger = logging.getLogger("engine.rewards")
 
 
 @dataclass(slots=True)
 class Verdict:
-    """Which tests a program passed, and the walls that it ran behind."""
+    """Which tests a program passed, and the layers of containment, where they are known."""
 
     passed: list[bool] = field(default_factory=list)
-    layers: dict[str, bool] = field(default_factory=dict)
+    layers: tuple[str, ...] | None = None
 
 
-class CodeTests(Protocol):
-    """The tests of one problem."""
-
-    def __len__(self) -> int: ...
-
-    def judge(
-        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
-    ) -> Verdict:
-        """Run them all within `seconds`, or with `stop` until one fails."""
-        ...
+# Three kinds of tests of one problem. `judge` runs them all within `seconds`, or with `stop` until
+# one fails.
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +53,15 @@ class InputOutput:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def judge(
-        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
-    ) -> Verdict:
+    def judge(self, program: str, limits: Limits, seconds: float, *, stop: bool) -> Verdict:
         verdict, until = Verdict(), time.monotonic() + seconds
-        with Sandbox(limits, walls) as sandbox:
+        with Sandbox(limits) as sandbox:
             for stdin, expected in zip(self.inputs, self.outputs, strict=True):
                 left = until - time.monotonic()
                 if left <= 0:
                     break
                 ended = sandbox.run(program, left, stdin)
-                verdict.layers = verdict.layers or ended.layers
+                verdict.layers = ended.layers if verdict.layers is None else verdict.layers
                 ok = ended.well and same_output(ended.output, expected)
                 verdict.passed.append(ok)
                 if ended.how == "lost" or (stop and not ok):
@@ -93,22 +80,19 @@ class Calls:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def judge(
-        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
-    ) -> Verdict:
+    def judge(self, program: str, limits: Limits, seconds: float, *, stop: bool) -> Verdict:
         verdict, until = Verdict(), time.monotonic() + seconds
         channel, program_end = socket.socketpair()
-        with channel, Sandbox(limits, walls, program_end) as sandbox:
+        with channel, Sandbox(limits, program_end) as sandbox:
             sandbox.begin("served", program, seconds)
             try:
-                names = programs.receive(channel, until - time.monotonic())
-                target = self._target(names, lambda name: ask(channel, "name", name, until=until))
+                target = self._target(channel, until)
                 for arguments, expected in zip(self.inputs, self.outputs, strict=True):
                     try:
-                        details = programs.encode((tuple(arguments), {}), repr)
+                        details = guest.encode((tuple(arguments), {}), repr)
                         result = ask(channel, "call", target, details, until=until)
-                        ok = not isinstance(result, Remote) and _same_result(result, expected)
-                    except programs.Closed:
+                        ok = not isinstance(result, Remote) and _is_right(result, expected)
+                    except guest.Closed:
                         raise
                     except Exception:  # the program's own, or no value at all
                         ok = False
@@ -121,17 +105,16 @@ class Calls:
             verdict.layers = sandbox.end().layers
         return verdict
 
-    def _target(self, names: Sequence[str], of: Callable[[str], Any]) -> object:
+    def _target(self, channel: socket.socket, until: float) -> object:
         """What the program calls the function; LookupError where it has none of that name."""
+        names = guest.receive(channel, until - time.monotonic())
         first, _, method = self.name.partition(".")
         if not method and first not in names and "Solution" in names:  # LeetCode's form
             first, method = "Solution", first
         if first not in names:
             raise LookupError(self.name)
-        function = of(first)
-        if method:
-            function = getattr(function(), method)
-        return function._remote[1]
+        function: Any = ask(channel, "name", first, until=until)
+        return guest.reference_of(getattr(function(), method) if method else function)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +123,14 @@ class Assertions:
 
     text: str
     candidate: str  # what `candidate` stands for; empty: nothing
-    count: int
 
     def __len__(self) -> int:
-        return self.count
+        statements = ast.parse(self.text).body
+        return sum(isinstance(statement, guest.TESTS) for statement in statements)
 
-    def judge(
-        self, program: str, limits: Limits, seconds: float, *, stop: bool, walls: Walls = ALL
-    ) -> Verdict:
+    def judge(self, program: str, limits: Limits, seconds: float, *, stop: bool) -> Verdict:
         for_program, for_tests = socket.socketpair()
-        with (
-            Sandbox(limits, walls, for_program) as judged,
-            Sandbox(limits, walls, for_tests) as tests,
-        ):
+        with Sandbox(limits, for_program) as judged, Sandbox(limits, for_tests) as tests:
             judged.begin("served", program, seconds)
             tests.begin("tests", self.text, seconds, candidate=self.candidate)
             ended = tests.end()
@@ -160,39 +138,42 @@ class Assertions:
             passed = json.loads(ended.output) if ended.how == "itself" else []
         except ValueError:
             passed = []
-        return Verdict([ok is True for ok in passed][: self.count], ended.layers)
+        return Verdict([ok is True for ok in passed][: len(self)], ended.layers)
 
 
-def read_tests(truth: object, row: int) -> CodeTests:
+CodeTests: TypeAlias = InputOutput | Calls | Assertions
+
+
+def read_tests(truth: object) -> CodeTests:
     """The tests of a ground truth; RewardError where it has none that can be read."""
     try:
         tests = _tests(_loaded(truth))
+        if not len(tests):
+            raise ValueError("it has none")
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError) as error:
         raise RewardError(
-            f"ground_truth of row {row} holds no test cases ({type(error).__name__}: {error}); "
+            f"ground_truth holds no test cases ({type(error).__name__}: {error}); "
             'give JSON with "inputs" and "outputs", assertions as Python text, or a list of those'
         ) from None
-    if not len(tests):
-        raise RewardError(f"ground_truth of row {row} has no test cases; give at least one")
     return tests
 
 
 def _tests(value: Any) -> CodeTests:
-    if isinstance(value, str):
-        return _assertions(value, "")
     if isinstance(value, Mapping):
         if "inputs" in value:
             return _pairs(value["inputs"], value["outputs"], value.get("fn_name"))
-        for key in ("test", "test_list", "asserts"):
-            if value.get(key) is not None:
-                lines = value[key]
-                text = lines if isinstance(lines, str) else "\n".join(map(str, lines))
-                setup = str(value.get("test_setup_code") or "")
-                return _assertions(f"{setup}\n{text}", str(value.get("entry_point") or ""))
-        raise ValueError(f"its keys are {sorted(map(str, value))}")
+        keys = ("test", "test_list", "asserts")
+        assertions = [value[key] for key in keys if value.get(key) is not None]
+        if not assertions:
+            raise ValueError(f"its keys are {sorted(map(str, value))}")
+        text = f"{value.get('test_setup_code') or ''}\n{_text(assertions[0])}"
+        entry_point = str(value.get("entry_point") or "")
+        if entry_point and "check(" in text:
+            text += f"\ncheck({entry_point})\n"
+        return Assertions(text, entry_point)
+    if isinstance(value, str) or all(isinstance(case, str) for case in value):
+        return Assertions(_text(value), "")
     cases = list(value)
-    if all(isinstance(case, str) for case in cases):
-        return _assertions("\n".join(cases), "")
     name = next((case.get("fn_name") for case in cases if case.get("fn_name")), None)
     return _pairs([case["input"] for case in cases], [case["output"] for case in cases], name)
 
@@ -205,14 +186,6 @@ def _pairs(inputs: Iterable[Any], outputs: Iterable[Any], name: str | None) -> C
         arguments = [list(_call_arguments(text)) for text in inputs]
         return Calls(name, arguments, [_plain(_loaded(text)) for text in outputs])
     return InputOutput([_text(lines) for lines in inputs], [_text(lines) for lines in outputs])
-
-
-def _assertions(text: str, entry_point: str) -> Assertions:
-    if entry_point and "check(" in text:
-        text += f"\ncheck({entry_point})\n"
-    body = ast.parse(text).body
-    count = sum(isinstance(statement, ast.Assert | ast.Expr) for statement in body)
-    return Assertions(text, entry_point, count)
 
 
 def _loaded(value: object) -> object:
@@ -234,7 +207,6 @@ def _call_arguments(value: object) -> Any:
 
 
 def _text(value: str | Iterable[object]) -> str:
-    """Join lines."""
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
@@ -269,7 +241,7 @@ def _same_word(word: str, expected: str) -> bool:
         return False
 
 
-def _same_result(result: object, expected: Any) -> bool:
+def _is_right(result: object, expected: Any) -> bool:
     """As `same_value`; some data sets put each result into a list of one (APPS)."""
     alone = isinstance(expected, list) and len(expected) == 1
     return same_value(result, expected) or (alone and same_value(result, expected[0]))
@@ -292,11 +264,6 @@ def same_value(value: object, expected: object) -> bool:
     return type(value) is type(expected) and bool(value == expected)
 
 
-_FENCE = re.compile(r"```[ \t]*([A-Za-z0-9_+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
-_LONGEST = 200_000  # characters of a program
-logger = logging.getLogger("engine.rewards")
-
-
 def program(text: str) -> str:
     """The program that a completion gives.
 
@@ -313,49 +280,46 @@ def has_program(text: str) -> bool:
     return text.count("```") >= 2
 
 
-@register_reward("code", pooled=True, well_formed=has_program)
+@register_row_reward("code", pooled=True, well_formed=has_program)
 def code(
-    prompts: Sequence[str],
-    completions: Sequence[str],
+    completion: str,
+    truth: object,
     *,
-    ground_truth: Sequence[object],
     timeout_s: float = 4.0,
     memory_mb: int = 512,
     partial: bool = False,
     weak: bool = False,
-    **columns: Sequence[object],
-) -> list[float]:
-    """Score B completions 1.0 or 0.0; with `partial` by the share of tests that pass.
+) -> float:
+    """1.0 where a program passes all of its tests, else 0.0; with `partial` the share that passes.
 
     `timeout_s` is for all tests of a completion, and below `reward.sample_timeout_s`. A ground
-    truth are test cases as `code_tests` reads them. Raises RewardError for one that has none, and
+    truth are test cases as `read_tests` reads them. Raises RewardError for one that has none, and
     where the host has neither seccomp nor a way to hide its files, unless `weak` allows that.
     """
-    scores = []
-    limits = Limits(memory_mb=memory_mb)
-    for i, (text, truth) in enumerate(zip(completions, ground_truth, strict=True)):
-        tests = read_tests(truth, i)
-        verdict = tests.judge(program(text), limits, timeout_s, stop=not partial)
-        if verdict.layers:
-            require_walls(tuple(name for name, there in verdict.layers.items() if there), weak)
-        passed = sum(verdict.passed) / len(tests)
-        scores.append(passed if partial else float(passed == 1))
-    return scores
+    tests = read_tests(truth)
+    verdict = tests.judge(
+        program(completion), Limits(memory_mb=memory_mb), timeout_s, stop=not partial
+    )
+    require_containment(verdict.layers, weak)
+    passed = sum(verdict.passed) / len(tests)
+    return passed if partial else float(passed == 1)
 
 
 @cache
-def require_walls(layers: tuple[str, ...], weak: bool) -> None:
-    """Say once what locks programs in; raise RewardError where that is too little."""
-    files = {"root", "landlock"} & set(layers)
-    if "seccomp" in layers and files:
+def require_containment(layers: tuple[str, ...] | None, weak: bool) -> None:
+    """Say once what locks programs in; raise RewardError where that is known to be too little."""
+    if layers is None:
+        return
+    hides_files = "root" in layers or "landlock" in layers
+    if "seccomp" in layers and hides_files:
         logger.info("programs run behind: %s", ", ".join(layers))
         return
-    lacking = "seccomp" if files else "namespaces or Landlock"
-    given = ", ".join(layers) or "limits only"
+    lacking = "seccomp" if hides_files else "namespaces or Landlock"
+    described = ", ".join(layers) or "limits only"
     if not weak:
         raise RewardError(
             f"this host gives no {lacking}, so programs could reach what is not theirs (it gives: "
-            f"{given}); run as root or on another host, or set reward.options.weak=true in a "
+            f"{described}); run as root or on another host, or set reward.options.weak=true in a "
             "container of its own"
         )
-    logger.warning("programs run without %s: %s", lacking, given)
+    logger.warning("programs run without %s: %s", lacking, described)

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import httpx
 from jinja2 import StrictUndefined, Template, TemplateError
@@ -29,42 +29,51 @@ from jinja2.sandbox import SandboxedEnvironment
 
 from engine.errors import RewardError
 from engine.redaction import redact
+from engine.rewards.answers import compiled_pattern
 from engine.rewards.reward_function import register_reward
 
 T = TypeVar("T")
+Post: TypeAlias = Callable[[str, object], Awaitable[Any]]  # URL and JSON → JSON
 NAN = float("nan")
 _PAUSE_S = 0.25  # before the first retry
 _LONGEST_PAUSE_S = 10.0
 logger = logging.getLogger("engine.rewards")
 
 
-class Caller:
-    """Posts JSON to one server; an async context manager."""
+async def _ask_each(
+    reward: str,
+    count: int,
+    ask: Callable[[int, Post], Awaitable[T]],
+    missing: Callable[[int], T],
+    *,
+    concurrency: int,
+    retries: int,
+    timeout_s: float,
+    api_key_env: str,
+) -> list[T]:
+    """Ask `count` times at once; where that raises RewardError, `missing` stands in, and a warning.
 
-    def __init__(
-        self, reward: str, *, concurrency: int, retries: int, timeout_s: float, api_key_env: str
-    ) -> None:
-        """`api_key_env` names the environment variable with the server's key, if it is set."""
-        if concurrency < 1 or retries < 0 or timeout_s <= 0:
-            raise RewardError(
-                f"reward {reward!r} has concurrency={concurrency}, retries={retries} and "
-                f"request_timeout_s={timeout_s:g}; they must be at least 1, at least 0, and above 0"
-            )
-        key = os.environ.get(api_key_env, "") if api_key_env else ""
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.AsyncClient(timeout=timeout_s, headers=headers)
-        self._turn = asyncio.Semaphore(concurrency)
-        self._timeout_s, self._retries, self._reward = timeout_s, retries, reward
+    `api_key_env` names the environment variable with the server's key, if it is set.
+    """
+    if concurrency < 1 or retries < 0 or timeout_s <= 0:
+        raise RewardError(
+            f"reward {reward!r} has concurrency={concurrency}, retries={retries} and "
+            f"request_timeout_s={timeout_s:g}; they must be at least 1, at least 0, and above 0"
+        )
+    key = os.environ.get(api_key_env, "") if api_key_env else ""
+    headers = {"Content-Type": "application/json"}
+    headers |= {"Authorization": f"Bearer {key}"} if key else {}
+    slots = asyncio.Semaphore(concurrency)
 
-    async def post(self, url: str, content: object) -> object:
-        """The JSON that answers; raise RewardError where there is none after all retries."""
+    async def post(url: str, content: object) -> Any:
         problem = ""
-        for attempt in range(self._retries + 1):
+        for attempt in range(retries + 1):
             if attempt:
                 await asyncio.sleep(min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** (attempt - 1)))
             try:
-                async with self._turn, asyncio.timeout(self._timeout_s):
-                    response = await self._client.post(url, json=content)
+                body = json.dumps(content, default=_as_json, allow_nan=False)
+                async with slots, asyncio.timeout(timeout_s):
+                    response = await client.post(url, content=body)
                 if response.status_code < 400:
                     return response.json()
                 problem = f"HTTP {response.status_code}: {response.text[:200]}"
@@ -72,32 +81,19 @@ class Caller:
                     break
             except (httpx.HTTPError, TimeoutError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
-        raise RewardError(
-            f"reward {self._reward!r}: {redact(url)} gave no score ({redact(problem)})"
+        raise RewardError(f"reward {reward!r}: {redact(url)} gave no score ({redact(problem)})")
+
+    async with httpx.AsyncClient(timeout=timeout_s, headers=headers) as client:
+        answers = await asyncio.gather(
+            *(ask(i, post) for i in range(count)), return_exceptions=True
         )
-
-    async def __aenter__(self) -> Caller:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
-
-
-async def ask_each(
-    reward: str, count: int, ask: Callable[[int], Awaitable[T]], missing: Callable[[int], T]
-) -> list[T]:
-    """Ask `count` times at once; where that raises RewardError, `missing` stands in, and a warning.
-
-    `ask` and `missing` are given a number from 0.
-    """
-    results = await asyncio.gather(*(ask(i) for i in range(count)), return_exceptions=True)
-    answers, failures = list[T](), list[BaseException]()
-    for i, result in enumerate(results):
-        if isinstance(result, BaseException):
-            failures.append(result)
-            answers.append(missing(i))
+    results, failures = list[T](), list[BaseException]()
+    for i, answer in enumerate(answers):
+        if isinstance(answer, BaseException):
+            failures.append(answer)
+            results.append(missing(i))
         else:
-            answers.append(result)
+            results.append(answer)
     if failures:
         if not isinstance(failures[0], RewardError):
             raise failures[0]
@@ -105,7 +101,7 @@ async def ask_each(
             "reward %r: %d of %d requests gave no score: %s",
             *(reward, len(failures), count, failures[0]),
         )
-    return answers
+    return results
 
 
 # A scorer behind HTTP: yours, in any language, on any machine.
@@ -139,44 +135,40 @@ async def remote(
         )
     table = {"ground_truth": ground_truth, **columns}
     batches = [slice(i, i + batch_size) for i in range(0, len(completions), batch_size)]
-    async with Caller(
+
+    async def ask(number: int, post: Post) -> list[float]:
+        rows = batches[number]
+        request = {
+            "prompts": list(prompts[rows]),
+            "completions": list(completions[rows]),
+            "columns": {name: values[rows] for name, values in table.items()},
+        }
+        answer = await post(url, request)
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        count = len(completions[rows])
+        if not isinstance(scores, list) or len(scores) != count:
+            raise RewardError(
+                f"reward 'remote' was answered {str(answer)[:200]!r} for {count} completions; "
+                'answer {"scores": […]} with one number each'
+            )
+        return [score if isinstance(score, int | float) else NAN for score in scores]
+
+    scores = await _ask_each(
         "remote",
+        len(batches),
+        ask,
+        missing=lambda number: [NAN] * len(completions[batches[number]]),
         concurrency=concurrency,
         retries=retries,
         timeout_s=request_timeout_s,
         api_key_env=api_key_env,
-    ) as caller:
-
-        async def ask(number: int) -> list[float]:
-            rows = batches[number]
-            request = {
-                "prompts": list(prompts[rows]),
-                "completions": list(completions[rows]),
-                "columns": {name: _json_values(values[rows]) for name, values in table.items()},
-            }
-            answer = await caller.post(url, request)
-            scores = answer.get("scores") if isinstance(answer, dict) else None
-            count = len(completions[rows])
-            if not isinstance(scores, list) or len(scores) != count:
-                raise RewardError(
-                    f"reward 'remote' was answered {str(answer)[:200]!r} for {count} completions; "
-                    'answer {"scores": […]} with one number each'
-                )
-            return [score if isinstance(score, int | float) else NAN for score in scores]
-
-        found = await ask_each(
-            "remote", len(batches), ask, lambda i: [NAN] * len(completions[batches[i]])
-        )
-    return list(chain.from_iterable(found))
+    )
+    return list(chain.from_iterable(scores))
 
 
-def _json_values(values: Sequence[object]) -> object:
-    """Values as JSON has them; arrays as lists, and what it has no form for as text."""
-
-    def listed(value: object) -> object:
-        return value.tolist() if hasattr(value, "tolist") else str(value)
-
-    return json.loads(json.dumps(list(values), default=listed))
+def _as_json(value: object) -> object:
+    """Arrays as lists, and what JSON has no form for as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 # A model that judges, behind an OpenAI-compatible endpoint: a rubric in, a number out.
@@ -204,8 +196,8 @@ three sentences. Then end with one line "Score: N", N being a whole number from 
 {{ high }}."""
 _PATTERN = r"(?i)score\W{0,6}(-?\d+(?:\.\d+)?)"
 _lock = threading.Lock()
-_asked: Counter[tuple[str, str]] = Counter()  # requests of this process, by endpoint and model
-_known: dict[str, float] = {}
+_requests: Counter[tuple[str, str]] = Counter()  # of this process, by endpoint and model
+_judgements: dict[str, float] = {}
 
 
 @register_reward("judge", right_from="pass_from")
@@ -230,58 +222,89 @@ async def judge(
     pass_from: float = 0.5,
     **columns: Sequence[object],
 ) -> Sequence[float]:
-    """Score B completions from 0 to 1, the ends of `scale`.
+    """Score B completions from 0 to 1, the ends of `scale`, by a model at e.g. "http://host/v1".
 
     `rubric` is a Jinja2 template of `prompt`, `completion`, `ground_truth`, `low`, `high` and the
-    data's columns; the number is what the last match of `pattern` reads. `url` is the endpoint's
-    base, e.g. "http://host:8000/v1". `budget` limits the requests of this process (0: no limit);
-    what is beyond it, has no number, or one outside of `scale`, has no score. Raises RewardError
-    without a model, and for a rubric or pattern that is none.
+    data's columns; the last match of `pattern` reads the number. What is beyond the `budget` (0: no
+    limit), or gets no number on the scale, has no score. Raises RewardError without a model, and
+    for a rubric or pattern that is none.
     """
-    if not url or not model or not scale[0] < scale[1]:
+    low, high = scale
+    if not url or not model or not low < high:
         raise RewardError(
             "reward 'judge' needs reward.options.url and .model, and a scale from low to high"
         )
-    template, number = _template(rubric), _score_pattern(pattern)
-    async with Caller(
+    template, number = _template(rubric), compiled_pattern(pattern)
+    if number.groups < 1:
+        raise RewardError(f"reward.options.pattern={pattern!r} has no group that reads the number")
+
+    async def ask(row: int, post: Post) -> float:
+        fields = {name: values[row] for name, values in columns.items()} | {
+            "prompt": prompts[row],
+            "completion": completions[row],
+            "ground_truth": ground_truth[row],
+            "low": f"{low:g}",
+            "high": f"{high:g}",
+        }
+        try:
+            question = template.render(fields)
+        except TemplateError as error:
+            words = f"reward.options.rubric can't be filled in: {error}"
+            raise RewardError(words) from None
+        request = {
+            "model": model,
+            "messages": [{"role": "user", "content": question}],
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+        }
+        content = json.dumps([url, request, scale, pattern], sort_keys=True)
+        key = hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()
+        file = Path(cache) / key[:2] / key if cache else None
+        if key not in _judgements and file is not None:
+            with suppress(OSError, ValueError):  # not there, or not complete
+                _judgements[key] = float(file.read_text())
+        if key in _judgements:
+            return _judgements[key]
+        with _lock:
+            if budget and _requests[url, model] >= budget:
+                raise RewardError(
+                    f"reward 'judge' has made its {budget} requests; raise reward.options.budget"
+                )
+            _requests[url, model] += 1
+        answer = await post(f"{url.rstrip('/')}/chat/completions", request)
+        _judgements[key] = _read(answer, number, scale)
+        if file is not None:
+            _write(file, repr(_judgements[key]))
+        return _judgements[key]
+
+    return await _ask_each(
         "judge",
+        len(completions),
+        ask,
+        missing=lambda _: NAN,
         concurrency=concurrency,
         retries=retries,
         timeout_s=request_timeout_s,
         api_key_env=api_key_env,
-    ) as caller:
+    )
 
-        async def ask(row: int) -> float:
-            fields = {name: values[row] for name, values in columns.items()} | {
-                "prompt": prompts[row],
-                "completion": completions[row],
-                "ground_truth": ground_truth[row],
-                "low": f"{scale[0]:g}",
-                "high": f"{scale[1]:g}",
-            }
-            try:
-                question = template.render(fields)
-            except TemplateError as error:
-                words = f"reward.options.rubric can't be filled in: {error}"
-                raise RewardError(words) from None
-            request = {
-                "model": model,
-                "messages": [{"role": "user", "content": question}],
-                "temperature": temperature,
-                "max_tokens": max_tokens,
-            }
-            content = json.dumps([url, request, scale, pattern], sort_keys=True)
-            key = hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()
-            known = _remembered(key, cache)
-            if known is not None:
-                return known
-            _spend(url, model, budget)
-            answer = await caller.post(f"{url.rstrip('/')}/chat/completions", request)
-            score = _read(answer, number, scale)
-            _remember(key, cache, score)
-            return score
 
-        return await ask_each("judge", len(completions), ask, lambda _: NAN)
+def _read(answer: Any, number: re.Pattern[str], scale: tuple[float, float]) -> float:
+    """The score, from 0 to 1, that a judge's answer ends with."""
+    try:
+        text = str(answer["choices"][0]["message"]["content"])
+    except (KeyError, IndexError, TypeError):
+        raise RewardError(f"reward 'judge' was answered {str(answer)[:200]!r}") from None
+    value = NAN
+    with suppress(ValueError, TypeError, IndexError):  # it reads no number
+        value = float([match.group(1) for match in number.finditer(text)][-1])
+    low, high = scale
+    if not low <= value <= high:
+        raise RewardError(
+            f"the judge gave no number from {low:g} to {high:g}: {text[-200:]!r}; say in "
+            "reward.options.rubric how it must end"
+        )
+    return (value - low) / (high - low)
 
 
 @functools.cache
@@ -292,65 +315,14 @@ def _template(rubric: str) -> Template:
         raise RewardError(f"reward.options.rubric is no Jinja2 template: {error}") from None
 
 
-def _score_pattern(pattern: str) -> re.Pattern[str]:
+def _write(file: Path, text: str) -> None:
     try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        raise RewardError(f"reward.options.pattern={pattern!r} is no pattern: {error}") from None
-    if compiled.groups < 1:
-        raise RewardError(f"reward.options.pattern={pattern!r} has no group that reads the number")
-    return compiled
-
-
-def _spend(url: str, model: str, budget: int) -> None:
-    """Count a request; raise RewardError where the budget is spent."""
-    with _lock:
-        if budget and _asked[url, model] >= budget:
-            raise RewardError(
-                f"reward 'judge' has made its {budget} requests; raise reward.options.budget"
-            )
-        _asked[url, model] += 1
-
-
-def _read(answer: Any, number: re.Pattern[str], scale: tuple[float, float]) -> float:
-    """The score, from 0 to 1, that a judge's answer ends with."""
-    try:
-        text = str(answer["choices"][0]["message"]["content"])
-    except (KeyError, IndexError, TypeError):
-        raise RewardError(f"reward 'judge' was answered {str(answer)[:200]!r}") from None
-    matches = list(number.finditer(text))
-    try:
-        value = float(matches[-1].group(1)) if matches else NAN
-    except (ValueError, TypeError):
-        value = NAN
-    low, high = scale
-    if not low <= value <= high:
-        raise RewardError(
-            f"the judge gave no number from {low:g} to {high:g}: {text[-200:]!r}; say in "
-            "reward.options.rubric how it must end"
-        )
-    return (value - low) / (high - low)
-
-
-def _remembered(key: str, cache: str) -> float | None:
-    if key not in _known and cache:
-        with suppress(OSError, ValueError):  # not there, or not complete
-            _known[key] = float((Path(cache) / key[:2] / key).read_text())
-    return _known.get(key)
-
-
-def _remember(key: str, cache: str, score: float) -> None:
-    _known[key] = score
-    if not cache:
-        return
-    folder = Path(cache) / key[:2]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=folder)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(repr(score))
-        os.replace(draft, folder / key)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, draft = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(text)
+        os.replace(draft, file)
     except OSError as error:
         raise RewardError(
-            f"reward.options.cache={cache!r} can't be written ({error}); give another folder"
+            f"reward.options.cache: {str(file)!r} can't be written ({error}); give another folder"
         ) from None

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
+import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +23,11 @@ from engine.errors import RewardError
 from engine.rewards.reward_function import register_reward
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
+R = TypeVar("R")
 Messages: TypeAlias = Sequence[Mapping[str, object]]
 Dtype: TypeAlias = Literal["", "float32", "bfloat16"]
 
@@ -46,12 +50,10 @@ def reward_model(
 ) -> list[float]:
     """Score B completions: the model's one logit, or the probability of `label` of several.
 
-    `model` is a sequence-classification folder of Hugging Face. It reads the row's messages and the
-    completion by its own chat template (without one, prompt and completion on lines of their own),
-    the last `max_length` tokens (0: what the model takes). `dtype` and `device` are as the machine
-    has them where they are empty. Raises RewardError for a folder that is no such model.
+    `model` is a sequence-classification folder. It reads the row's messages and the completion by
+    its own chat template (without one, prompt and completion on lines of their own), the last
+    `max_length` tokens (0: what it takes). Raises RewardError for a folder that is no such model.
     """
-    _require_model("reward_model", model, batch_size)
     loaded = load_scoring_model("SequenceClassification", model, dtype, device)
     texts = [loaded.text(m, c) for m, c in _conversations(prompts, completions, columns)]
     score = functools.partial(loaded.classify, max_length=max_length, label=label)
@@ -75,34 +77,28 @@ def likelihood(
 ) -> list[float]:
     """Score B completions: β · log π(completion | messages), less `reference`'s where one is given.
 
-    A policy that was trained on preferences ranks completions so: without a reference as
-    `preference.loss=likelihood` and `simpo` train it, over a reference's as DPO does (its implicit
-    reward, arXiv 2305.18290, eq. 5). The log-prob is the sum over the completion's tokens and its
-    end token, or with `per_token` their mean. Raises RewardError for a folder that is no causal
+    So ranks a policy that was trained on preferences, with a reference by DPO (its implicit reward,
+    arXiv 2305.18290, eq. 5). The log-prob is the sum over the completion's tokens and its end
+    token, or with `per_token` their mean. Raises RewardError for a folder that is no causal
     language model, or has no chat template, and for a conversation that is longer than it reads.
     """
-    _require_model("likelihood", model, batch_size)
-    scores = [0.0] * len(completions)
-    for folder, sign in ((model, 1.0), (reference, -1.0)):
-        if not folder:
-            continue
+
+    def log_probs(folder: str) -> list[float]:
         loaded = load_scoring_model("CausalLM", folder, dtype, device)
-        rows = [
-            _prompt_and_answer(loaded, m, c)
-            for m, c in _conversations(prompts, completions, columns)
-        ]
+        conversations = _conversations(prompts, completions, columns)
+        rows = [_prompt_and_answer(loaded, m, c) for m, c in conversations]
         score = functools.partial(_log_probs, loaded, per_token=per_token)
-        log_probs = _in_batches(rows, batch_size, lambda row: len(row[0]) + len(row[1]), score)
-        scores = [total + sign * beta * x for total, x in zip(scores, log_probs, strict=True)]
+        return _in_batches(rows, batch_size, lambda row: len(row[0]) + len(row[1]), score)
+
+    scores = [beta * x for x in log_probs(model)]
+    if reference:
+        scores = [s - beta * x for s, x in zip(scores, log_probs(reference), strict=True)]
     return scores
 
 
 _REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
-    "min": min,
-    "product": math.prod,
-    "mean": lambda steps: sum(steps) / len(steps),
-    "last": lambda steps: steps[-1],
-}
+    "min": min, "product": math.prod, "mean": statistics.fmean, "last": operator.itemgetter(-1),
+}  # fmt: skip
 
 
 @register_reward("process_reward_model", right_from="pass_from")
@@ -121,13 +117,11 @@ def process_reward_model(
 ) -> list[float]:
     """Score B completions from 0 to 1: `reduce` of the probabilities that their steps are right.
 
-    `model` is a token-classification folder of Hugging Face with one label, as
-    `reward_model.head=token` trains it. `separator` stands between steps (empty: what the model was
-    trained with, or a line break); empty ones don't count, and a completion without any scores 0.
-    Raises RewardError for a folder that is no such model, and for a conversation that is longer
-    than it reads.
+    `model` is a token-classification folder with one label, as `reward_model.head=token` trains it.
+    `separator` stands between steps (empty: what the model was trained with, or a line break); a
+    completion without steps scores 0. Raises RewardError for a folder that is no such model, and
+    for a conversation that is longer than it reads.
     """
-    _require_model("process_reward_model", model, batch_size)
     loaded = load_scoring_model("TokenClassification", model, dtype, device)
     between = separator or str(getattr(loaded.model.config, "step_separator", "\n"))
     rows = [
@@ -139,23 +133,12 @@ def process_reward_model(
     return [_REDUCTIONS[reduce](steps) if steps else 0.0 for steps in probabilities]
 
 
-def _require_model(reward: str, model: str, batch_size: int) -> None:
-    if not model or batch_size < 1:
-        raise RewardError(
-            f"reward {reward!r} needs reward.options.model, a folder or hub id, and a batch_size "
-            "of at least 1"
-        )
-
-
 def _conversations(
     prompts: Sequence[str], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> list[tuple[Messages, str]]:
     """Each row's messages, of the prompt's text alone where the data has none, and completion."""
     messages = columns.get("messages") or [[{"role": "user", "content": p}] for p in prompts]
     return list(zip(messages, completions, strict=True))
-
-
-R = TypeVar("R")
 
 
 def _in_batches(
@@ -165,6 +148,8 @@ def _in_batches(
     score: Callable[[list[T]], Sequence[R]],
 ) -> list[R]:
     """Score items in batches of like lengths; the results in the items' order."""
+    if batch_size < 1:
+        raise RewardError(f"reward.options.batch_size={batch_size} must be at least 1")
     order = sorted(range(len(items)), key=lambda i: length(items[i]))
     results: dict[int, R] = {}
     with _lock:
@@ -183,32 +168,32 @@ class ScoringModel:
 
     @property
     def longest(self) -> int:
-        """Tokens that the model reads; 0: not known."""
-        return getattr(self.model.config, "max_position_embeddings", 0) or 0
+        """Tokens that the model reads."""
+        return getattr(self.model.config, "max_position_embeddings", 0) or 1 << 20
 
-    def text(self, messages: Messages, completion: str) -> str:
-        """The conversation that ends in the completion; control tokens in it are broken up."""
-        turns = self._plain([*messages, {"role": "assistant", "content": completion}])
+    def text(self, messages: Messages, completion: str | None = None) -> str:
+        """The conversation that ends in the completion, or (None) where one is to come.
+
+        Control tokens in it are broken up.
+        """
+        answer = [] if completion is None else [{"role": "assistant", "content": completion}]
+        turns = self._plain([*messages, *answer])
         if not self.tokenizer.chat_template:
-            return "\n".join(turn["content"] for turn in turns[-2:])
-        return str(self.tokenizer.apply_chat_template(turns, tokenize=False))
-
-    def opening(self, messages: Messages) -> str:
-        """The conversation to which a completion is to come, by the model's chat template."""
+            return "\n".join(str(turn["content"]) for turn in turns[-2:])
         return str(
             self.tokenizer.apply_chat_template(
-                self._plain(messages), tokenize=False, add_generation_prompt=True
+                turns, tokenize=False, add_generation_prompt=completion is None
             )
         )
 
-    def encode(self, text: str, special: bool = False) -> list[int]:
-        """The tokens of a text; with `special` those that the tokenizer puts around it, too."""
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, with the tokenizer's around it unless its template has them."""
+        special = not self.tokenizer.chat_template
         return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=special)]
 
     def tokens(self, messages: Messages, completion: str) -> list[int]:
         """The conversation's tokens; padding ones at its end are left out."""
-        special = not self.tokenizer.chat_template  # which has them already
-        ids = self.encode(self.text(messages, completion), special)
+        ids = self.encode(self.text(messages, completion))
         while ids and ids[-1] == self.tokenizer.pad_token_id:
             ids.pop()
         return ids
@@ -233,16 +218,25 @@ class ScoringModel:
             texts,
             padding=True,
             truncation=True,
-            max_length=max_length or self.longest or 1 << 20,
+            max_length=max_length or self.longest,
             add_special_tokens=not self.tokenizer.chat_template,  # which has them already
             return_tensors="pt",
         ).to(self.model.device)
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
         with torch.inference_mode():
-            logits = self.model(
-                input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]
-            ).logits.float()
+            logits = self.model(**inputs).logits.float()
         scores = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, label]
         return [float(score) for score in scores.cpu()]
+
+    def padded(self, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+        """Rows and their attention mask, both `[B, T]`, on the model's device, padded right."""
+        import torch
+
+        width = max(map(len, rows))
+        padding = int(self.tokenizer.pad_token_id)
+        ids = torch.tensor([row + [padding] * (width - len(row)) for row in rows])
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+        return ids.to(self.model.device), mask.to(self.model.device)
 
 
 @functools.cache
@@ -256,6 +250,8 @@ def load_scoring_model(
     import torch
     import transformers
 
+    if not folder:
+        raise RewardError("this reward needs reward.options.model, a folder or hub id")
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     precision = getattr(torch, dtype or ("bfloat16" if on.type == "cuda" else "float32"))
     try:
@@ -264,13 +260,8 @@ def load_scoring_model(
         )
         tokenizer = _tokenizer_class(folder).from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        purpose = {
-            "SequenceClassification": "sequence classification",
-            "CausalLM": "causal language modelling",
-            "TokenClassification": "token classification",
-        }[head]
         raise RewardError(
-            f"reward.options.model={folder!r} can't be loaded for {purpose} "
+            f"reward.options.model={folder!r} can't be loaded as AutoModelFor{head} "
             f"({' '.join(str(error).split())[:300]})"
         ) from None
     if head == "TokenClassification" and model.config.num_labels != 1:
@@ -294,14 +285,12 @@ def _tokenizer_class(folder: str) -> type[AutoTokenizer | PreTrainedTokenizerBas
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    files = Path(folder)
-    try:
-        saved = json.loads((files / "tokenizer_config.json").read_text()).get("tokenizer_class")
-    except OSError:  # a hub id, or a folder without
+    config = Path(folder) / "tokenizer_config.json"
+    if not config.is_file() or not (Path(folder) / "tokenizer.json").is_file():  # a hub id, say
         return AutoTokenizer
+    saved = json.loads(config.read_text()).get("tokenizer_class")
     generic = saved in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    alone = generic and (files / "tokenizer.json").is_file()
-    return PreTrainedTokenizerFast if alone else AutoTokenizer
+    return PreTrainedTokenizerFast if generic else AutoTokenizer
 
 
 def _prompt_and_answer(
@@ -311,7 +300,7 @@ def _prompt_and_answer(
     tokenizer = loaded.tokenizer
     if not tokenizer.chat_template:
         raise RewardError("reward 'likelihood' needs a model with a chat template; give it one")
-    conversation, opening = loaded.text(messages, completion), loaded.opening(messages)
+    conversation, opening = loaded.text(messages, completion), loaded.text(messages)
     if not conversation.startswith(opening):
         raise RewardError(
             "reward 'likelihood': the model's chat template doesn't write an answer after what it "
@@ -320,12 +309,10 @@ def _prompt_and_answer(
     prompt, answer = loaded.encode(opening), loaded.encode(conversation.removeprefix(opening))
     if tokenizer.eos_token_id in answer:  # a line break may follow it
         answer = answer[: answer.index(tokenizer.eos_token_id) + 1]
-    count = len(prompt) + len(answer)
-    longest = loaded.longest or count
-    if count > longest or not prompt or not answer:
+    if len(prompt) + len(answer) > loaded.longest or not prompt or not answer:
         raise RewardError(
             f"a conversation of {len(prompt)} and {len(answer)} tokens has no log-prob: the model "
-            f"reads {longest}; lower data.max_response_length"
+            f"reads {loaded.longest}; lower data.max_response_length"
         )
     return prompt, answer
 
@@ -336,23 +323,18 @@ def _log_probs(
     """The log-prob of each row's completion, or its mean over tokens."""
     import torch
 
-    width = max(len(prompt) + len(answer) for prompt, answer in rows)
-    ids = torch.full((len(rows), width), int(loaded.tokenizer.pad_token_id))
-    for row, (prompt, answer) in enumerate(rows):
-        ids[row, : len(prompt) + len(answer)] = torch.tensor([*prompt, *answer])
-    ids = ids.to(loaded.model.device)
+    ids, _ = loaded.padded([prompt + answer for prompt, answer in rows])
     log_probs = []
     with torch.inference_mode():  # padding is on the right, where no token before it looks
         logits = loaded.model(input_ids=ids).logits
         for row, (prompt, answer) in enumerate(rows):
             start, stop = len(prompt), len(prompt) + len(answer)
-            answer_logits = logits[row, start - 1 : stop - 1].float()
-            reduction = "mean" if per_token else "sum"
-            log_probs.append(
-                -torch.nn.functional.cross_entropy(
-                    answer_logits, ids[row, start:stop], reduction=reduction
-                )
+            loss = torch.nn.functional.cross_entropy(
+                logits[row, start - 1 : stop - 1].float(),
+                ids[row, start:stop],
+                reduction="mean" if per_token else "sum",
             )
+            log_probs.append(-loss)
         return [float(value) for value in torch.stack(log_probs).cpu()]
 
 
@@ -363,17 +345,16 @@ def _tokens_and_ends(
     if not steps:
         return [], []
     tokens = loaded.tokens(messages, separator.join(steps))
+    if len(tokens) > loaded.longest:
+        raise RewardError(
+            f"a conversation of {len(tokens)} tokens is longer than the {loaded.longest} that the "
+            "process reward model reads; lower data.max_response_length"
+        )
     ends = []
     for i in range(1, len(steps)):
         part = loaded.tokens(messages, separator.join([*steps[:i], ""]))
         same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, part, strict=False))
         ends.append(sum(1 for _ in same) - 1)
-    longest = loaded.longest or len(tokens)
-    if len(tokens) > longest:
-        raise RewardError(
-            f"a conversation of {len(tokens)} tokens is longer than the {longest} that the process "
-            "reward model reads; lower data.max_response_length"
-        )
     return tokens, [*ends, len(tokens) - 1]
 
 
@@ -383,12 +364,10 @@ def _step_probabilities(
     """The probabilities that each row's steps are right."""
     import torch
 
-    width = max(1, max(len(ids) for ids, _ in rows))
-    padding = int(loaded.tokenizer.pad_token_id)
-    ids = torch.tensor([[*ids, *[padding] * (width - len(ids))] for ids, _ in rows])
-    mask = torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids, _ in rows])
-    device = loaded.model.device
+    if not any(ids for ids, _ in rows):
+        return [[] for _ in rows]
+    ids, mask = loaded.padded([ids for ids, _ in rows])
     with torch.inference_mode():
-        logits = loaded.model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        logits = loaded.model(input_ids=ids, attention_mask=mask).logits
     probabilities = logits[..., 0].float().sigmoid().tolist()
     return [[row[end] for end in ends] for row, (_, ends) in zip(probabilities, rows, strict=True)]

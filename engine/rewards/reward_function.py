@@ -11,7 +11,10 @@ or, where the score has parts, one such list for each named component:
 
 It may be a coroutine function (`async def`) of the same signature. The names and their order must
 be the same at every call; `register_reward(..., components=...)` says them before the first one.
-Calling one is `calls`.
+
+A prompt is the text of its last message, e.g. "What is 2+3?"; a completion is the assistant's text,
+special tokens removed. Each completion is scored by itself: where a call on many fails, it is
+repeated on single ones, from several threads at once. Calling one is `calls`.
 """
 
 from __future__ import annotations
@@ -22,60 +25,17 @@ import math
 import reprlib
 import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from engine.errors import ConfigError, RewardError
-from engine.registry import Options, Registry, import_plugins
+from engine.registry import Options, Registry, import_plugins, keyword_defaults
 
 RewardResult: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]]
 
 
-class RewardFunction(Protocol):
-    """`prompts`, `completions`, `ground_truth` and every column have B entries, as does the result.
-
-    A prompt is the text of its last message, e.g. "What is 2+3?"; a completion is the assistant's
-    text, special tokens removed. Each completion is scored by itself: where a call on many fails,
-    it is repeated on single ones, from several threads at once.
-    """
-
-    def __call__(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        *,
-        ground_truth: Sequence[Any],
-        **columns: Sequence[Any],
-    ) -> RewardResult | Awaitable[RewardResult]: ...
-
-
-def ordered_weights(
-    reward: str, components: tuple[str, ...], weights: Mapping[str, float]
-) -> list[float]:
-    """Return a weight for each component in order, 1.0 where `weights` has none.
-
-    Without components it is [1.0], for a plain list's only column. `reward` is named in errors.
-    Raises ConfigError for a weight of a component that the reward does not have, and for one that
-    is not finite.
-
-    >>> ordered_weights("answer_and_format", ("answer", "format"), {"format": 0.1})
-    [1.0, 0.1]
-    """
-    unknown = sorted(set(weights) - set(components))
-    if unknown and not components:
-        raise ConfigError(
-            f"reward.weights names {unknown}, but reward {reward!r} has no named components; "
-            "remove reward.weights, or choose a reward that returns components"
-        )
-    if unknown:
-        raise ConfigError(
-            f"reward.weights names {unknown}, which reward {reward!r} does not have; "
-            f"its components are {list(components)}"
-        )
-    for name, weight in weights.items():
-        if not math.isfinite(weight):
-            raise ConfigError(f"reward.weights.{name}={weight} must be a finite number")
-    return [float(weights.get(name, 1.0)) for name in components] or [1.0]
+RewardFunction: TypeAlias = Callable[..., RewardResult | Awaitable[RewardResult]]
 
 
 # What a reward function returned: one finite float per completion. Nothing is broadcast, cut or
@@ -87,13 +47,6 @@ _LONGEST_TRACEBACK = 8000  # characters
 _LARGEST = 3.4028234e38  # of float32, in which scores travel
 
 
-class RewardTraceback(Exception):
-    """Stands for an exception of another process; its text is that one's traceback."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
-
-
 class RewardFailure(RewardError):
     """Why a completion has no score; `__cause__` is the reward's own exception, if it raised."""
 
@@ -101,7 +54,7 @@ class RewardFailure(RewardError):
         super().__init__(message)
         self.cause: Cause = cause
         if traceback_text:
-            self.__cause__ = RewardTraceback(traceback_text)
+            self.__cause__ = RuntimeError(f"in another process\n{traceback_text}")
 
     def __reduce__(self) -> tuple[object, ...]:
         raised = self.__cause__
@@ -111,15 +64,15 @@ class RewardFailure(RewardError):
 
 @dataclass(slots=True)
 class Scores:
-    """What B completions are worth, and why some of them could not be scored."""
+    """What B completions are worth, and why some of them could not be scored.
+
+    `components` are K names in the columns' order, e.g. ("answer", "format"); () for a plain list,
+    whose one column has no name; None where nothing could be scored and nothing was known before.
+    """
 
     components: tuple[str, ...] | None
-    """K names in the columns' order, e.g. ("answer", "format"); () for a plain list, whose one
-    column has no name; None where no completion could be scored and nothing was known before."""
-    rows: list[list[float]]
-    """B rows of K floats (of one, for a plain list), all finite; 0 where there is no score."""
-    failures: dict[int, RewardFailure]
-    """Why there is none, by row."""
+    rows: list[list[float]]  # B of K floats (1, for a plain list), all finite; 0 without a score
+    failures: dict[int, RewardFailure]  # why there is none, by row
 
     @classmethod
     def of(
@@ -142,64 +95,57 @@ class Scores:
             ) from first
 
 
-def read(
-    name: str, result: object, size: int, components: tuple[str, ...] | None, first_row: int = 0
-) -> Scores:
+def read_result(name: str, result: object, size: int, first_row: int = 0) -> Scores:
     """Read what reward `name` returned for `size` completions, the first of them `first_row`.
 
-    `components` are the names expected, () for a plain list, None for whatever there is. Raises
-    RewardFailure ("malformed") for a result of another form; failures of single values are in
-    what is returned, under rows that count from 0.
+    Raises RewardFailure ("malformed") for a result of the wrong form; failures of single values are
+    in what is returned, under rows that count from 0.
     """
-    names: tuple[str, ...]
+    who = f"reward {name!r}"
+    names: tuple[str, ...] = ()
     if isinstance(result, Mapping):
         names = tuple(result)
         if not (names and all(isinstance(key, str) for key in names)):
             raise RewardFailure(
                 "malformed",
-                f"reward {name!r} returned a mapping with keys {list(names)}; "
+                f"{who} returned a mapping with keys {list(names)}; "
                 "it must have at least one component, each named by a string",
             )
-        columns = [
-            _checked(f"reward {name!r}, component {key!r},", result[key], size) for key in names
-        ]
+        columns = [_column(f"{who}, component {key!r},", result[key], size) for key in names]
     else:
-        names, columns = (), [_checked(f"reward {name!r}", result, size)]
-    require_components(name, names, components)
+        columns = [_column(who, result, size)]
     scores: dict[int, list[float]] = {}
     failures: dict[int, RewardFailure] = {}
     for row, values in enumerate(zip(*columns, strict=True)):
-        numbers = [float32_or_nan(value) for value in values]
-        wrong = next((i for i, number in enumerate(numbers) if math.isnan(number)), None)
-        if wrong is None:
-            scores[row] = numbers
-            continue
-        part = f" as {names[wrong]!r}" if names else ""
-        failures[row] = RewardFailure(
-            "not_finite",
-            f"reward {name!r} returned {_short(values[wrong])}{part} for completion "
-            f"{first_row + row}; it must be a finite float",
-        )
+        scores[row] = [float32_or_nan(value) for value in values]
+        wrong = next((i for i, number in enumerate(scores[row]) if math.isnan(number)), None)
+        if wrong is not None:
+            del scores[row]
+            part = f" as {names[wrong]!r}" if names else ""
+            shown = type(values[wrong]).__name__
+            with suppress(ValueError):  # integers of thousands of digits have no text
+                shown = reprlib.repr(values[wrong])
+            failures[row] = RewardFailure(
+                "not_finite",
+                f"{who} returned {shown}{part} for completion {first_row + row}; "
+                "it must be a finite float",
+            )
     return Scores.of(names, scores, failures)
 
 
-def _checked(who: str, values: Any, size: int) -> list[object]:
+def _column(who: str, values: Any, size: int) -> list[object]:
     """Return `values` as a list of `size` entries; raise RewardFailure where it is none."""
     try:
         if isinstance(values, str | bytes | Mapping | set | frozenset):
             raise TypeError
         count, entries = len(values), list(values)
     except TypeError:
-        raise RewardFailure(
-            "malformed",
-            f"{who} returned {type(values).__name__}; it must return a list of floats",
-        ) from None
-    if count != size:
-        raise RewardFailure(
-            "malformed",
-            f"{who} returned {count} values for {size} completions; return exactly one for each",
-        )
-    return entries
+        problem = f"returned {type(values).__name__}; it must return a list of floats"
+    else:
+        if count == size:
+            return entries
+        problem = f"returned {count} values for {size} completions; return exactly one for each"
+    raise RewardFailure("malformed", f"{who} {problem}")
 
 
 def require_components(
@@ -226,13 +172,6 @@ def float32_or_nan(value: Any) -> float:
     return number if abs(number) <= _LARGEST else math.nan
 
 
-def _short(value: object) -> str:
-    try:
-        return reprlib.repr(value)
-    except ValueError:  # integers of thousands of digits have no text
-        return f"{type(value).__name__}"
-
-
 # Reward functions by name. The options of one are its keyword-only parameters with defaults;
 # `reward.options` sets them.
 
@@ -241,52 +180,37 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class RegisteredReward:
-    """A registered reward; see `register_reward`."""
+    """A registered reward. Options that are keywords of a function here are given to it."""
 
     function: RewardFunction
-    components: tuple[str, ...]
-    pooled: bool = False
-    imports: tuple[str, ...] = ()
+    components: tuple[str, ...]  # that it returns, in order; () for a plain list
+    pooled: bool = False  # it runs in a `RewardPool`: its time depends on what a model writes
+    imports: tuple[str, ...] = ()  # modules that the pool's processes load once
     answer: Callable[..., str | None] | None = None
+    """`answer(completion)` reads the answer that evaluation shows and votes on."""
     well_formed: Callable[..., bool] | None = None
+    """`well_formed(completion)` says whether it keeps the format."""
     right_from: str | Callable[..., float] | None = None
+    """The least score of a right completion (1 if None): the option that has it, or a function."""
 
 
 _registry: Registry[RegisteredReward] = Registry(
     "reward",
     "reward.name",
-    (
-        "engine.rewards.answers",
-        "engine.rewards.formats",
-        "engine.rewards.code",
-        "engine.rewards.http_rewards",
-        "engine.rewards.model_based",
-    ),
+    [f"engine.rewards.{module}" for module in ("answers", "code", "http_rewards", "model_based")],
     "@register_reward(name)",
 )
 
 
 def register_reward(
-    name: str,
-    components: tuple[str, ...] = (),
-    *,
-    pooled: bool = False,
-    imports: tuple[str, ...] = (),
-    answer: Callable[..., str | None] | None = None,
-    well_formed: Callable[..., bool] | None = None,
-    right_from: str | Callable[..., float] | None = None,
+    name: str, components: tuple[str, ...] = (), **details: Any
 ) -> Callable[[_F], _F]:
     """Make a reward function selectable as `reward.name=<name>`; a name can be taken once.
 
     `components` are the names that it returns, in order, e.g. ("answer", "format"); none for a
-    reward that returns a plain list. `pooled` is for the engine's own rewards whose time depends on
-    what a model writes: they run in a `RewardPool`, whose processes load `imports` once.
-    `answer(completion)` reads the answer that evaluation shows and votes on;
-    `well_formed(completion)` says whether it keeps the format. A completion is right from a score
-    of 1 on, or as `right_from` says: the option that has the least score of a right one, or a
-    function that returns it. What counts is the component `correct` (else `answer`), or the score
-    of a reward that has neither. Options of the reward that are keywords of these functions are
-    given to them. Raises ConfigError for a name that is taken and for a component that is named
+    reward that returns a plain list. `details` are the further fields of `RegisteredReward`. What
+    makes a completion right is the component `correct` (else `answer`), or the score of a reward
+    that has neither. Raises ConfigError for a name that is taken and for a component that is named
     twice.
     """
     if isinstance(components, str) or len(set(components)) < len(components):
@@ -295,11 +219,43 @@ def register_reward(
         )
 
     def add(function: _F) -> _F:
-        entry = RegisteredReward(
-            function, tuple(components), pooled, imports, answer, well_formed, right_from
-        )
-        _registry.add(name, entry, function)
+        _registry.add(name, RegisteredReward(function, tuple(components), **details), function)
         return function
+
+    return add
+
+
+def register_row_reward(
+    name: str, **details: Any
+) -> Callable[[Callable[..., float]], Callable[..., list[float]]]:
+    """Make a function that scores one completion a reward function, and register that.
+
+    It is called as `function(completion, ground_truth, **options)`; `details` are those of
+    `register_reward`. A RewardError that it raises is raised with the row's number.
+    """
+
+    def add(function: Callable[..., float]) -> Callable[..., list[float]]:
+        names = keyword_defaults(function)
+
+        @functools.wraps(function)
+        def reward(
+            prompts: Sequence[str],
+            completions: Sequence[str],
+            *,
+            ground_truth: Sequence[object] | None = None,
+            **columns: Any,
+        ) -> list[float]:
+            options = {name: value for name, value in columns.items() if name in names}
+            truths = [None] * len(completions) if ground_truth is None else ground_truth
+            scores: list[float] = []
+            for completion, truth in zip(completions, truths, strict=True):
+                try:
+                    scores.append(float(function(completion, truth, **options)))
+                except RewardError as error:
+                    raise RewardError(f"row {len(scores)}: {error}") from None
+            return scores
+
+        return register_reward(name, **details)(reward)
 
     return add
 
@@ -311,12 +267,27 @@ def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> Re
     Raises ConfigError where there is no such reward, where it can't be called as a reward function,
     and for an option that it doesn't declare.
     """
-    function: object = _registry.load(name) if ":" in name else _registry.get(name).function
+    function: Any = _registry.load(name) if ":" in name else _registry.get(name).function
     if not callable(function):
         raise ConfigError(f"reward.name={name!r} is {function!r}, which is not a function")
-    _check_signature(name, function)
-    given = Options(f"reward {name!r}", function).parse(options or {}, "reward.options")
-    return _with_options(function, given) if given else function
+    with suppress(ValueError):  # some builtins have no signature
+        signature = inspect.signature(function, follow_wrapped=False)
+        try:
+            signature.bind([], [], ground_truth=[], any_other_column=[])
+        except TypeError as error:  # which could only show after a whole rollout
+            raise ConfigError(
+                f"reward.name={name!r} can't be called as a reward function ({error}); write it as "
+                "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
+            ) from None
+    parsed = Options(f"reward {name!r}", function).parse(options or {}, "reward.options")
+    if not parsed:
+        return function
+
+    @functools.wraps(function)
+    def configured(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> Any:
+        return function(prompts, completions, **{**columns, **parsed})
+
+    return configured
 
 
 def registered_reward(name: str) -> RegisteredReward | None:
@@ -327,22 +298,18 @@ def registered_reward(name: str) -> RegisteredReward | None:
     return _registry.registered(_registry.load(name)) if ":" in name else _registry.get(name)
 
 
-def declared_components(reward: str | RewardFunction) -> tuple[str, ...] | None:
-    """Return the component names that a reward (its name, or the function) was registered with.
+def declared_components(name: str) -> tuple[str, ...] | None:
+    """Return the component names that a reward was registered with, () for a plain list.
 
-    () says that it returns a plain list; None that nothing is known before its first call, as for
-    a function at `package.module:function` that was not registered. Raises ConfigError for a name
-    that can't be resolved.
+    None, of a function at `package.module:function` that was not registered, says that nothing is
+    known before its first call. Raises ConfigError for a name that can't be resolved.
     """
-    registered = _registry.registered(resolve_reward(reward) if isinstance(reward, str) else reward)
-    return None if registered is None else registered.components
+    entry = registered_reward(name)
+    return None if entry is None else entry.components
 
 
 def reward_module(name: str) -> str:
-    """The module of a reward, e.g. "my_rewards"; one that is named by its path isn't imported.
-
-    Raises ConfigError for a name that is not registered.
-    """
+    """The module of a reward, e.g. "my_rewards"; one that is named by its path isn't imported."""
     if ":" in name:
         return name.partition(":")[0]
     return str(getattr(_registry.get(name).function, "__module__", ""))
@@ -354,28 +321,3 @@ def import_reward(name: str, modules: Iterable[str]) -> None:
         import_plugins([module])
         if name in _registry.names():
             return
-
-
-def _with_options(function: RewardFunction, options: Mapping[str, object]) -> RewardFunction:
-    @functools.wraps(function)
-    def configured(
-        prompts: Sequence[str], completions: Sequence[str], **columns: Any
-    ) -> RewardResult | Awaitable[RewardResult]:
-        return function(prompts, completions, **{**columns, **options})
-
-    return configured
-
-
-def _check_signature(name: str, function: Callable[..., object]) -> None:
-    """Refuse at once what could only fail after a whole rollout."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some builtins have none
-        return
-    try:
-        signature.bind([], [], ground_truth=[], any_other_column=[])
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.name={name!r} can't be called as a reward function ({error}); write it as "
-            "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
-        ) from None

@@ -14,13 +14,17 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from engine.errors import ConfigError
 from engine.redaction import redact_values
 from engine.registry import keyword_defaults
 from engine.rewards.calls import (
     OnError,
+    RewardPool,
+    RewardProcess,
     RewardRows,
     RewardScorer,
     RewardThreads,
@@ -28,14 +32,10 @@ from engine.rewards.calls import (
     score,
     score_rows,
 )
-from engine.rewards.process import RewardPool, RewardProcess
 from engine.rewards.reward_function import (
     RewardFailure,
     Scores,
-    declared_components,
-    ordered_weights,
     registered_reward,
-    require_components,
     resolve_reward,
     reward_module,
 )
@@ -43,17 +43,17 @@ from engine.rewards.reward_function import (
 if TYPE_CHECKING:
     from engine.config import RewardConfig, RewardSpec
 
-
 ANSWER = "answer"  # the component that a plain list becomes
 SOURCE = "data_source"
+T = TypeVar("T")
 
 
-class CombinedReward:
+class CombinedReward(RewardScorer):
     """Several rewards as one: another one for each source of rows, and further components.
 
     The reward of a row's source gives the component `answer`, or those that it names itself; each
-    further reward adds a component of its own. All are called side by side; a row that one of them
-    fails on has failed. A component that a row's source doesn't have is 0 there.
+    further reward adds one. All are called side by side; a row that one of them fails on has
+    failed. A component that a row's source doesn't have is 0 there.
     """
 
     def __init__(
@@ -63,108 +63,87 @@ class CombinedReward:
         further: Mapping[str, RewardScorer],
     ) -> None:
         """Raises ConfigError for components that can't be told apart."""
-        self._main, self._sources, self._further = main, dict(sources), dict(further)
+        self._main, self._sources, self._further = main, sources, further
         self.name = " + ".join([main.name, *(reward.name for reward in further.values())])
-        self._by_source = [main, *self._sources.values()]
-        self._all = [*self._by_source, *self._further.values()]
-        self._components = {id(reward): reward.components for reward in self._all}  # as known
-        for name, reward in self._further.items():
+        for name, reward in further.items():
             if reward.components:
                 raise ConfigError(
                     f"reward.components.{name} is {reward.name!r}, which has components of its "
                     f"own, {list(reward.components)}; choose a reward with one score"
                 )
-        names = {name for reward in self._by_source for name in reward.components or (ANSWER,)}
-        if twice := sorted(names & self._further.keys()):
+        names = chain.from_iterable(r.components or (ANSWER,) for r in (main, *sources.values()))
+        if twice := sorted({*names} & further.keys()):
             raise ConfigError(
                 f"reward.components names {twice}, which the reward itself has; choose other names"
             )
-
-    @property
-    def components(self) -> tuple[str, ...] | None:
-        """All names in order; None as long as a reward has not said its own."""
-        known: dict[str, None] = {}
-        for reward in self._by_source:
-            names = self._components[id(reward)]
-            if names is None:
-                return None
-            known |= dict.fromkeys(names or (ANSWER,))
-        return (*known, *self._further)
+        self.components = self._joined_components()
 
     def components_of(self, source: object) -> tuple[str, ...]:
         """Those that the reward of a source's rows gives, as far as is known, without further."""
-        names = self._components[id(self._sources.get(str(source), self._main))]
-        return names or (ANSWER,)
+        return self._sources.get(str(source), self._main).components or (ANSWER,)
 
-    def score_all(
-        self, rows: RewardRows, timeout_s: float, components: tuple[str, ...] | None
-    ) -> Scores:
-        parts = self._parts(rows)
+    def score_all(self, rows: RewardRows, timeout_s: float) -> Scores:
+        by_source: dict[str, list[int]] = {}
+        for row, source in enumerate(rows.columns.get(SOURCE, [""] * len(rows))):
+            by_source.setdefault(str(source) if source in self._sources else "", []).append(row)
+        parts = [(self._sources.get(name, self._main), at, "") for name, at in by_source.items()]
+        all_rows = list(range(len(rows)))
+        parts += [(reward, all_rows, name) for name, reward in self._further.items()]
 
         def score_part(part: tuple[RewardScorer, list[int], str]) -> Scores:
-            reward, indices, _ = part
-            names = self._components[id(reward)]
-            return score_rows(reward, rows.select(indices), timeout_s, names)[0]
+            reward, indices, label = part
+            scores = score_rows(reward, rows.select(indices), timeout_s)[0]
+            if not label or not scores.components:
+                return scores
+            failure = RewardFailure(
+                "malformed",
+                f"reward.components.{label} returned components, {list(scores.components)}; "
+                f"let reward {reward.name!r} return one list of scores",
+            )
+            return Scores.of((), {}, dict.fromkeys(all_rows, failure))
 
-        with ThreadPoolExecutor(max(1, len(parts))) as threads:
-            scores_by_part = list(threads.map(score_part, parts))
-        by_name: list[dict[str, float]] = [{} for _ in range(len(rows))]
+        by_name: list[dict[str, float]] = [{} for _ in all_rows]
         failures: dict[int, RewardFailure] = {}
-        for (reward, indices, label), scores in zip(parts, scores_by_part, strict=True):
-            if scores.components is not None:
-                self._components[id(reward)] = scores.components
-            if label and scores.components:
-                raise RewardFailure(
-                    "malformed",
-                    f"reward.components.{label} returned components, {list(scores.components)}; "
-                    f"let reward {reward.name!r} return one list of scores",
-                )
+        with ThreadPoolExecutor(len(parts)) as threads:
+            scores_by_part = list(threads.map(score_part, parts))
+        for (_, indices, label), scores in zip(parts, scores_by_part, strict=True):
             names = (label,) if label else scores.components or (ANSWER,)
             for i, row in enumerate(indices):
                 if i in scores.failures:
                     failures.setdefault(row, scores.failures[i])
                 else:
                     by_name[row] |= dict(zip(names, scores.rows[i], strict=True))
-        order = self.components or tuple(dict.fromkeys(name for row in by_name for name in row))
-        if order:
-            require_components(self.name, order, components)
+        self.components = self._joined_components()
+        order = self.components or tuple(dict.fromkeys(chain.from_iterable(by_name)))
         values = {
             row: [by_name[row].get(name, 0.0) for name in order]
-            for row in range(len(rows))
+            for row in all_rows
             if row not in failures
         }
         return Scores.of(order or None, values, failures)
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
-        results: dict[int, RowResult] = {}
-        for row, single in rows.items():
-            scores = self.score_all(single, timeout_s, None)
-            results[row] = scores.failures.get(0, scores)
-        return results
+        return {row: self.score_all(single, timeout_s) for row, single in rows.items()}
 
     def close(self) -> None:
-        for reward in self._all:
+        for reward in (self._main, *self._sources.values(), *self._further.values()):
             reward.close()
 
-    def _parts(self, rows: RewardRows) -> list[tuple[RewardScorer, list[int], str]]:
-        """Who scores which rows; with the component's name, for a further reward."""
-        sources = rows.columns.get(SOURCE, [""] * len(rows))
-        by_source: dict[str, list[int]] = {}
-        for row, source in enumerate(sources):
-            by_source.setdefault(str(source) if source in self._sources else "", []).append(row)
-        parts = [(self._sources.get(name, self._main), at, "") for name, at in by_source.items()]
-        every_row = list(range(len(rows)))
-        return [*parts, *((reward, every_row, name) for name, reward in self._further.items())]
-
-
-Isolation: TypeAlias = Literal["process", "none"]
+    def _joined_components(self) -> tuple[str, ...] | None:
+        """All names in order; None as long as a reward has not said its own."""
+        known: list[str] = []
+        for reward in (self._main, *self._sources.values()):
+            if reward.components is None:
+                return None
+            known += reward.components or (ANSWER,)
+        return tuple(dict.fromkeys([*known, *self._further]))
 
 
 def open_reward(
     name: str,
     options: Mapping[str, object] | None = None,
     *,
-    isolation: Isolation = "process",
+    isolation: Literal["process", "none"] = "process",
     plugins: tuple[str, ...] = (),
     processes: int = 0,
     sample_timeout_s: float = 5.0,
@@ -176,21 +155,12 @@ def open_reward(
     reward that can't be resolved, and RewardError for one whose module ends its process.
     """
     module = reward_module(name)
-    if module.startswith("engine.rewards."):
+    is_engines = module.startswith("engine.rewards.")
+    if is_engines or isolation == "none":
         function, entry = resolve_reward(name, options), registered_reward(name)
-        if entry is None or not entry.pooled:
-            return RewardThreads(function, declared_components(name))
-        return RewardPool(
-            name,
-            options,
-            module,
-            components=entry.components,
-            imports=entry.imports,
-            processes=processes,
-            sample_timeout_s=sample_timeout_s,
-        )
-    if isolation == "none":
-        return RewardThreads(resolve_reward(name, options), declared_components(name))
+        if is_engines and entry is not None and entry.pooled:
+            return RewardPool(name, options, entry, processes, sample_timeout_s)
+        return RewardThreads(function, None if entry is None else entry.components)
     if module == "__main__":
         raise ConfigError(
             f"reward.name={name!r} is defined in the program that runs, which its own process "
@@ -199,7 +169,6 @@ def open_reward(
     return RewardProcess(name, options, (module, *plugins))
 
 
-R = TypeVar("R")
 RIGHT = ("correct", "answer")  # components that say which completions are right
 
 
@@ -216,17 +185,16 @@ class Scorer:
         self._opened: list[RewardScorer] = []
 
         def opened(spec: RewardSpec) -> RewardScorer:
-            self._opened.append(
-                open_reward(
-                    spec.name,
-                    spec.options,
-                    isolation=config.isolation,
-                    plugins=plugins,
-                    processes=config.processes,
-                    sample_timeout_s=config.sample_timeout_s,
-                )
+            reward = open_reward(
+                spec.name,
+                spec.options,
+                isolation=config.isolation,
+                plugins=plugins,
+                processes=config.processes,
+                sample_timeout_s=config.sample_timeout_s,
             )
-            return self._opened[-1]
+            self._opened.append(reward)
+            return reward
 
         try:
             self.reward = opened(config)
@@ -241,7 +209,6 @@ class Scorer:
         except BaseException:
             self.close()
             raise
-        self._known = self.components
 
     @property
     def components(self) -> tuple[str, ...] | None:
@@ -255,22 +222,22 @@ class Scorer:
         columns: Mapping[str, Sequence[object]],
         on_error: OnError | None = None,
     ) -> Scores:
-        """Score B completions (see `runner.score`); `on_error` stands in for the configured one."""
-        scores = score(
-            self.reward,
-            prompts,
-            completions,
-            columns,
-            self.config.timeout_s,
-            components=self._known,
-            on_error=on_error or self.config.on_error,
-        )
-        self._known = scores.components or self._known
-        return scores
+        """Score B completions (see `calls.score`), with the configured `on_error` or this one."""
+        on_error = on_error or self.config.on_error
+        return score(self.reward, prompts, completions, columns, self.config.timeout_s, on_error)
 
     def weights(self, components: tuple[str, ...]) -> list[float]:
-        """The components' weights in order; [1.0] for one score without a name."""
-        return ordered_weights(self.config.name, components, self.config.weights)
+        """The components' weights in order, 1.0 unless given; [1.0] for one score without a name.
+
+        Raises ConfigError for a weight of no component.
+        """
+        weights = self.config.weights
+        if unknown := sorted(weights.keys() - {*components}):
+            raise ConfigError(
+                f"reward.weights names {unknown}, which reward {self.config.name!r} does not have; "
+                f"its components are {list(components)}: correct or remove reward.weights"
+            )
+        return [weights.get(name, 1.0) for name in components] or [1.0]
 
     def totals(self, scores: Scores) -> list[float]:
         """The weighted sum of each completion's components; 0 where there is no score."""
@@ -287,22 +254,21 @@ class Scorer:
         Each is at least 1 there, or what the reward of the row's `sources` entry says.
         """
         totals, names = self.totals(scores), scores.components or ()
-        thresholds = self._by_source(sources, _right_from)
         right = []
-        for row, (source, threshold) in enumerate(zip(sources, thresholds, strict=True)):
+        for row, (source, judge) in enumerate(zip(sources, self._judges_of(sources), strict=True)):
             of_source = names
             if isinstance(self.reward, CombinedReward):
                 of_source = self.reward.components_of(source)
             judging = [name for name in RIGHT if name in of_source and name in names]
             value = scores.rows[row][names.index(judging[0])] if judging else totals[row]
-            right.append(row not in scores.failures and value >= threshold)
+            right.append(row not in scores.failures and value >= judge.right_from)
         return right
 
     def answers(
         self, completions: Sequence[str], sources: Sequence[object]
     ) -> tuple[list[str | None], bool]:
         """The answers that completions give, None without one; and whether any can be read."""
-        readers = self._by_source(sources, _reader)
+        readers = [judge.read_answer for judge in self._judges_of(sources)]
         answers = [
             read(text) if read else None for read, text in zip(readers, completions, strict=True)
         ]
@@ -312,21 +278,59 @@ class Scorer:
         self, completions: Sequence[str], sources: Sequence[object]
     ) -> list[bool] | None:
         """Which completions keep the format; None where the rewards know none."""
-        checks = self._by_source(sources, _form)
-        if not any(_form(spec) for spec in (self.config, *self.config.sources.values())):
+        if not any(judge.well_formed or judge.read_answer for judge in self._judges.values()):
             return None
-        return [not check or check(text) for check, text in zip(checks, completions, strict=True)]
+        pairs = zip(self._judges_of(sources), completions, strict=True)
+        return [judge.keeps_format(text) for judge, text in pairs]
 
     def close(self) -> None:
         """End the rewards' processes and what they left behind."""
         while self._opened:
             self._opened.pop().close()
 
-    def _by_source(self, sources: Sequence[object], of: Callable[[RewardSpec], R]) -> list[R]:
-        """What `of` makes of the spec of each row's source, made once a spec."""
-        main = of(self.config)
-        others = {name: of(spec) for name, spec in self.config.sources.items()}
-        return [others.get(str(source), main) for source in sources]
+    @functools.cached_property
+    def _judges(self) -> dict[str, _Judge]:
+        specs = {"": self.config, **self.config.sources}
+        return {source: _judge(spec) for source, spec in specs.items()}
+
+    def _judges_of(self, sources: Sequence[object]) -> list[_Judge]:
+        return [self._judges.get(str(source), self._judges[""]) for source in sources]
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """How evaluation reads completions, by one registered reward with its options."""
+
+    read_answer: Callable[[str], str | None] | None = None
+    well_formed: Callable[[str], bool] | None = None
+    right_from: float = 1.0  # the least score of a right completion
+
+    def keeps_format(self, text: str) -> bool:
+        """Whether a text keeps the format: it has an answer, where nothing else is asked."""
+        if self.well_formed is not None:
+            return self.well_formed(text)
+        return self.read_answer is None or self.read_answer(text) is not None
+
+
+def _judge(spec: RewardSpec) -> _Judge:
+    entry = registered_reward(spec.name)
+    if entry is None:
+        return _Judge()
+
+    def with_options(function: Callable[..., T]) -> Callable[..., T]:
+        names = inspect.signature(function).parameters
+        return functools.partial(function, **{k: v for k, v in spec.options.items() if k in names})
+
+    right_from: Any = 1.0 if entry.right_from is None else entry.right_from
+    if isinstance(right_from, str):
+        right_from = (keyword_defaults(entry.function) | dict(spec.options))[right_from]
+    elif callable(right_from):
+        right_from = with_options(right_from)()
+    return _Judge(
+        with_options(entry.answer) if entry.answer else None,
+        with_options(entry.well_formed) if entry.well_formed else None,
+        float(right_from),
+    )
 
 
 def require_rewards(config: RewardConfig) -> None:
@@ -345,45 +349,11 @@ def scorer_identity(config: RewardConfig, code: str = "") -> str:
     'answer_match'
     """
     known = {"name", "options", "sources", "components", "weights"}
-    values = redact_values(config.model_dump(mode="json", include=known))
-    values = {key: value for key, value in values.items() if value} | (
-        {"code": code} if code else {}
-    )
+    values = redact_values(config.model_dump(mode="json", include=known)) | {"code": code}
+    values = {key: value for key, value in values.items() if value}
     if values.keys() == {"name"}:
         return str(values["name"])
     text = json.dumps(values, sort_keys=True)
-    return (
-        text if len(text) <= 200 else f"{config.name} {hashlib.sha256(text.encode()).hexdigest()}"
-    )
-
-
-def _reader(spec: RewardSpec) -> Callable[[str], str | None] | None:
-    entry = registered_reward(spec.name)
-    return None if entry is None or not entry.answer else _with_options(entry.answer, spec)
-
-
-def _form(spec: RewardSpec) -> Callable[[str], bool] | None:
-    """What says whether a text keeps the format: it has an answer, where nothing else does."""
-    entry = registered_reward(spec.name)
-    if entry is not None and entry.well_formed is not None:
-        return _with_options(entry.well_formed, spec)
-    read = _reader(spec)
-    return None if read is None else lambda text: read(text) is not None
-
-
-def _right_from(spec: RewardSpec) -> float:
-    """The least score of a right completion."""
-    entry = registered_reward(spec.name)
-    if entry is None or entry.right_from is None:
-        return 1.0
-    if not isinstance(entry.right_from, str):
-        return float(_with_options(entry.right_from, spec)())
-    options: Mapping[str, Any] = keyword_defaults(entry.function) | dict(spec.options)
-    return float(options[entry.right_from])
-
-
-def _with_options(function: Callable[..., R], spec: RewardSpec) -> Callable[..., R]:
-    """The function with those of a reward's options that are keywords of it."""
-    names = inspect.signature(function).parameters
-    options = {name: value for name, value in spec.options.items() if name in names}
-    return functools.partial(function, **options)
+    if len(text) > 200:
+        text = f"{config.name} {hashlib.sha256(text.encode()).hexdigest()}"
+    return text

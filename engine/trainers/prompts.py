@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from engine.agents.saved_episode import PartialEpisodes
+from engine.agents.episode import PartialEpisodes
 from engine.batch import Batch
 from engine.checkpoint.state_dict import StateDict
 from engine.controller.timeline import span

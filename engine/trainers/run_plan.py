@@ -24,7 +24,7 @@ from engine.errors import ConfigError
 from engine.models import require_model_folder, resolve_lora, text_config, vocabulary_and_context
 from engine.registry import import_plugins
 from engine.rewards import Scorer
-from engine.rewards.formats import NAME as ENVIRONMENT
+from engine.rewards.answers import ENVIRONMENT
 from engine.rollout.protocol import ENGINE_SETTINGS, check_engine_settings, engine_capabilities
 from engine.trainers import run_spec
 from engine.trainers.auto_placement import model_dtype, resolve_auto

@@ -23,10 +23,12 @@ from engine.agents.episode import (
     Episode,
     EpisodeLimits,
     EpisodeTokenizer,
+    EpisodeTree,
+    PartialEpisodes,
     collate_episodes,
     plain_action,
+    save_episode,
 )
-from engine.agents.saved_episode import EpisodeTree, PartialEpisodes, save_episode
 from engine.batch import Batch
 from engine.checkpoint.state_dict import extract_tensors, insert_tensors, safetensors_bytes
 from engine.config import AgentConfig, RolloutConfig

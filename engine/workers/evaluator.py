@@ -12,7 +12,7 @@ import torch
 
 from engine.agents.agent_loop import EpisodePlayer
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
-from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action, played
+from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action, summarize
 from engine.batch import Batch
 from engine.config import AgentConfig, MultiTurnConfig, ParallelConfig, RolloutConfig
 from engine.data.templates import stop_token_ids
@@ -133,7 +133,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         params: protocol.SamplingParams,
         on_progress: Callable[[int], None] | None = None,
     ) -> Batch:
-        """`params.n` episodes a prompt: the column `episodes`, of `PlayedEpisode`.
+        """`params.n` episodes a prompt: the column `episodes`, of `EpisodeSummary`.
 
         `prompts` has the columns of the data set's rows, and `group_ids` as
         `EvaluationWorker.answer`'s.
@@ -160,7 +160,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             stream.close()
         if on_progress is not None:
             on_progress(len(episodes))
-        done = [played(episode, self._parser) for episode in episodes]
+        done = [summarize(episode, self._parser) for episode in episodes]
         return Batch(
             {"truncated": torch.tensor([episode.truncated for episode in done])},
             {"token_ids": [_sampled(episode) for episode in episodes], "episodes": done},

@@ -11,7 +11,7 @@ from engine.config import RewardConfig
 from engine.data.templates import decode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.rewards import Scorer, Scores
-from engine.rewards.formats import NAME as ENVIRONMENT
+from engine.rewards.answers import ENVIRONMENT
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
 _WRITES = (

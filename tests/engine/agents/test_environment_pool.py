@@ -66,7 +66,6 @@ def test_a_thousand_episodes_are_played_at_once(pool: EnvironmentPool) -> None:
         assert {answer.result().reward for answer in answers} == {1.0 + turn}
     for episode in episodes:
         episode.close()
-    assert sum(pool.failures.values()) == 0
 
 
 @pytest.mark.parametrize(
@@ -88,13 +87,11 @@ def test_a_failure_costs_its_own_episode(
     for one in [good.reset({"start": 1}), bad.reset({"start": 2})]:
         one.result()
     pid = good.step(Action("go")).result().info["pid"]
-    before = pool.failures[cause]
     with pytest.raises(EnvironmentFailure, match=words) as caught:
         bad.step(Action(word)).result(10)
     assert caught.value.cause == cause
     if word == "raise":
         assert "faulty_environments.py" in caught.value.traceback_text
-    assert pool.failures[cause] == before + 1
     after = good.step(Action("go")).result(10)
     assert (after.reward, after.info["pid"]) == (3.0, pid)  # the same process goes on
     with pytest.raises(EnvironmentFailure) as again:
@@ -150,15 +147,15 @@ def test_code_that_keeps_the_loop_costs_other_calls_no_deadline(pool: Environmen
     bad, others = pool.open(), [pool.open() for _ in range(3)]
     for one in [episode.reset({"start": 1}) for episode in (bad, *others)]:
         one.result()
-    before = pool.failures.copy()
     waiting = [episode.step(Action("nap")) for episode in others]  # for less than the deadline
     failing = bad.step(Action("block"))
     for answer in waiting:
         with pytest.raises(EnvironmentFailure) as lost:
             answer.result(20)
         assert lost.value.cause == "lost"
-    assert isinstance(failing.exception(20), EnvironmentFailure)
-    assert pool.failures - before == {"lost": 3, "deadline": 1}
+    late = failing.exception(20)
+    assert isinstance(late, EnvironmentFailure)
+    assert late.cause == "deadline"
     for episode in (bad, *others):
         episode.close()
 
@@ -172,18 +169,6 @@ def test_a_state_moves_to_another_episode(pool: EnvironmentPool) -> None:
     assert other.step(Action("go")).result().reward == 3.0
     one.close()
     other.close()
-
-
-def test_a_failed_turn_may_be_scored_instead() -> None:
-    with EnvironmentPool(
-        NAME, processes=1, timeout_s=5.0, on_failure="score", failure_reward=-1.0
-    ) as pool:
-        episode = pool.open()
-        episode.reset({"start": 1}).result()
-        ended = episode.step(Action("raise")).result()
-        assert ended == Observation((), -1.0, True, {"failure": "raised"})
-        with pytest.raises(EnvironmentFailure):
-            episode.reset({"start": "raise"}).result()
 
 
 def test_what_can_t_be_made_is_a_configuration_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,15 @@ from digit_games import DigitGame, NotedGame, SavedGame, UnsavableGame
 from tiny_engine import arithmetic_rows
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments, MakeEnvironment
+from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments
 from engine.agents.environment_pool import EnvironmentPool
-from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
-from engine.agents.saved_episode import PartialEpisodes
+from engine.agents.episode import (
+    Episode,
+    EpisodeLimits,
+    EpisodeTokenizer,
+    PartialEpisodes,
+    plain_action,
+)
 from engine.batch import Batch
 from engine.checkpoint.state_dict import extract_tensors, insert_tensors
 from engine.data.collate import collate_prompts
@@ -50,7 +56,7 @@ class Hall:
         self.opened: list[Environments] = []
 
     def groups(
-        self, made: MakeEnvironment | Environments, *, width: int = 16, n: int = N
+        self, made: Callable[[], Any] | Environments, *, width: int = 16, n: int = N
     ) -> EpisodeGroups:
         stop = (self.tokenizer.eos_token_id,)
         turns = EpisodeTokenizer(self.tokenizer, stop, plain_action)
@@ -227,8 +233,6 @@ def test_so_it_is_with_environments_in_processes_of_their_own(hall: Hall, name: 
         second.submit(with_partial_groups(hall.prompts([0, 1]), [partial[0], partial[1]]))
         assert_same(finish(second, {}), expected)
         assert_same(finish(first, {}), expected)
-        assert pool.failures["raised"] == 2 * N - 2 * saved
-    assert not pool.failures["lost"]
 
 
 def test_a_saved_rollout_is_for_the_same_rollout_alone(hall: Hall, tmp_path: Path) -> None:

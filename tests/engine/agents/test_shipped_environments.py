@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.agents import Observation, is_resumable, make_environment
+from engine.agents import Observation, ResumableEnvironment, make_environment
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
 from engine.errors import EngineError
 from examples.guessing import guessing_demonstration, guessing_row
@@ -27,7 +27,7 @@ def played(environment: Any, row: Mapping[str, Any], texts: list[str]) -> list[O
             seen.append(await environment.step(parsed_action(parser, text)))
             if seen[-1].done:
                 break
-            if is_resumable(environment):  # the state is all that there is
+            if isinstance(environment, ResumableEnvironment):  # the state is all that there is
                 state = environment.get_state()
                 environment.set_state(state)
         return seen

@@ -12,7 +12,7 @@ import pytest
 from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
 from engine.agents.agent_loop import EpisodePlayer
-from engine.agents.episode import PlayedEpisode, after_prompt, played
+from engine.agents.episode import EpisodeSummary, after_prompt, summarize
 from engine.cli.rl_run import prompt_room
 from engine.config import DataConfig, EvaluateConfig, PipelineConfig, RewardConfig, RLConfig
 from engine.controller.local_groups import LocalGroup, LocalHost, close_hosts
@@ -104,7 +104,7 @@ def test_a_failed_environment_is_a_wrong_answer_that_is_counted(tiny_folder: Pat
 def test_an_environment_s_own_prompt_takes_nothing_from_the_response(
     tiny_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EpisodePlayer, "_told", False)
+    monkeypatch.setattr(EpisodePlayer, "_warned", False)
     own = settings("digit_games:LongGame")
     assert set(table(tiny_folder, own)["greedy_end"]) == {"tokens"}
     [told] = [one.getMessage() for one in caplog.records if "episode begins" in one.getMessage()]
@@ -120,7 +120,7 @@ def test_an_environment_s_own_prompt_takes_nothing_from_the_response(
     )
 
 
-def episode(**changes: Any) -> PlayedEpisode:
+def episode(**changes: Any) -> EpisodeSummary:
     values: dict[str, Any] = {
         "text": "assistant> 5",
         "answer": "5",
@@ -134,7 +134,7 @@ def episode(**changes: Any) -> PlayedEpisode:
         "truncated": False,
         "failed": False,
     }
-    return PlayedEpisode(**values | changes)
+    return EpisodeSummary(**values | changes)
 
 
 def test_success_is_what_the_environment_says_else_a_return_of_one() -> None:
@@ -189,11 +189,11 @@ def test_calls_are_counted_and_the_prompt_is_left_out() -> None:
         one.messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": "x"}]
         one.transcript.add_turn([7], [-0.1], [0])
     one.messages.pop()
-    found = played(one, resolve_call_parser("hermes"))
+    found = summarize(one, resolve_call_parser("hermes"))
     assert (found.calls, found.malformed, found.turns, found.answer) == (1, 1, 3, "5")
     assert found.success is True
     assert found.text.startswith("assistant> <tool_call>")
-    assert played(one, None).calls == 0
+    assert summarize(one, None).calls == 0
     assert after_prompt(one.messages, 0) == ()
 
 

@@ -2,8 +2,9 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.config import RewardConfig
 from engine.errors import ConfigError, RewardError
-from engine.rewards import declared_components, ordered_weights, resolve_reward
+from engine.rewards import Scorer, declared_components, resolve_reward
 from engine.rewards.answers import answer_and_format
 
 
@@ -35,7 +36,7 @@ def test_right_and_well_formed_are_scored_apart(
 
 
 def test_a_wrong_ground_truth_is_refused(score: Callable[[str, str], tuple[float, float]]) -> None:
-    with pytest.raises(RewardError, match=r"ground_truth of row 0 is 'two'"):
+    with pytest.raises(RewardError, match=r"row 0: ground_truth is 'two'"):
         score("#### 2", "two")
 
 
@@ -44,22 +45,27 @@ def test_it_declares_what_it_returns() -> None:
     assert declared_components("answer_and_format") == ("answer", "format")
 
 
+def weights(components: tuple[str, ...], given: dict[str, float]) -> list[float]:
+    scorer = Scorer(RewardConfig())
+    scorer.config = RewardConfig(name="r", weights=given)
+    return scorer.weights(components)
+
+
 def test_weights_come_in_the_components_order() -> None:
     names = ("answer", "format", "length")
-    assert ordered_weights("r", names, {"length": -0.5, "answer": 2}) == [2.0, 1.0, -0.5]
-    assert ordered_weights("r", (), {}) == [1.0]
+    assert weights(names, {"length": -0.5, "answer": 2}) == [2.0, 1.0, -0.5]
+    assert weights((), {}) == [1.0]
 
 
 @pytest.mark.parametrize(
-    ("components", "weights", "message"),
+    ("components", "given", "message"),
     [
         (("answer",), {"anwser": 2.0}, r"\['anwser'\], which reward 'r' .* are \['answer'\]"),
-        ((), {"answer": 2.0}, r"reward 'r' has no named components; remove reward.weights"),
-        (("answer",), {"answer": float("nan")}, r"reward.weights.answer=nan must be a finite"),
+        ((), {"answer": 2.0}, r"which reward 'r' .* are \[\]: correct or remove"),
     ],
 )
 def test_wrong_weights_are_refused(
-    components: tuple[str, ...], weights: dict[str, float], message: str
+    components: tuple[str, ...], given: dict[str, float], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        ordered_weights("r", components, weights)
+        weights(components, given)

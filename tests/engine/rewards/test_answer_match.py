@@ -91,7 +91,7 @@ def test_scores_are_one_or_zero() -> None:
 
 @pytest.mark.parametrize("truth", ["abc", None, "", "1/2"])
 def test_a_ground_truth_that_is_no_number_is_named(truth: object) -> None:
-    with pytest.raises(RewardError, match=r"ground_truth of row 1 is"):
+    with pytest.raises(RewardError, match=r"row 1: ground_truth is"):
         answer_match(["", ""], ["#### 1", "#### 1"], ground_truth=["1", truth])
 
 

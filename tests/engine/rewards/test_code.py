@@ -25,16 +25,18 @@ from hostile_programs import CHEATS, HARMLESS, HOSTILE
 from engine.errors import RewardError
 from engine.rewards import open_reward, score
 from engine.rewards.code import code, has_program, program, read_tests, same_output, same_value
-from engine.rewards.sandbox.run import ALL, LIMITS, Limits, Sandbox, Walls
+from engine.rewards.sandbox import Limits, Sandbox
+from engine.rewards.sandbox.containment import LAYERS
 
 WANTS_42 = {"inputs": ["41"], "outputs": ["42"]}
-SMALL = Limits(memory_mb=256)
 NOBODY = 65534
 SITE = sysconfig.get_paths()["platlib"]
 
 
-def judge(truth: Any, text: str, seconds: float = 4.0, walls: Walls = ALL) -> list[bool]:
-    return read_tests(truth, 0).judge(text, SMALL, seconds, stop=False, walls=walls).passed
+def judge(truth: Any, text: str, seconds: float = 4.0, without: str = "") -> list[bool]:
+    layers = tuple(layer for layer in LAYERS if layer != without)
+    limits = Limits(memory_mb=256, layers=layers)
+    return read_tests(truth).judge(text, limits, seconds, stop=False).passed
 
 
 @pytest.fixture(scope="module")
@@ -141,28 +143,21 @@ def test_no_cheat_passes() -> None:
         assert judge(form, "def f(x): return x + 1", seconds=20) == [True]
 
 
-WALLS = {
-    "without seccomp": Walls(seccomp=False),
-    "without namespaces": Walls(namespaces=False),
-    "as the same user": Walls(user=False),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("walls", WALLS.values(), ids=WALLS)
-def test_each_wall_holds_without_another(walls: Walls, mark: Path) -> None:
+@pytest.mark.parametrize("without", ["seccomp", "namespaces", "user"])
+def test_each_layer_holds_without_another(without: str, mark: Path) -> None:
     names = ["fork_bomb", "fork_bomb_that_goes_on", "memory_bomb", "kills_everybody", "daemon"]
     names += ["reads_files", "writes_files", "fills_the_disk", "spins", "searches_proc"]
     before = {process.pid for process in psutil.process_iter()}
     for name in names:
-        judge(WANTS_42, HOSTILE[name].replace("MARK", str(mark)), 1.5, walls)
+        judge(WANTS_42, HOSTILE[name].replace("MARK", str(mark)), 1.5, without)
     assert mark.read_text() == "42"
-    assert judge(WANTS_42, HARMLESS, 20, walls) == [True]
+    assert judge(WANTS_42, HARMLESS, 20, without) == [True]
     assert left_behind(before) == []
 
 
 def test_a_sandbox_tells_what_the_host_gives() -> None:
-    with Sandbox(LIMITS) as sandbox:
+    with Sandbox(Limits()) as sandbox:
         first = sandbox.run("print(input())\nopen('a', 'w').write('x')", 20, "a line")
         assert (first.output, first.how, first.status, first.well) == (
             "a line\n",
@@ -170,13 +165,15 @@ def test_a_sandbox_tells_what_the_host_gives() -> None:
             0,
             True,
         )
-        assert first.layers["seccomp"]
-        assert first.layers["root"] or first.layers["landlock"]
+        assert first.layers is not None
+        assert "seccomp" in first.layers
+        assert {"root", "landlock"} & {*first.layers}
         failed = sandbox.run("raise ValueError", 20)
         assert (failed.status, failed.well) == (1, False)
+        start = time.monotonic()
         late = sandbox.run("while True: pass", 0.3)
         assert (late.how, late.well) == ("late", False)
-        assert late.seconds < 5
+        assert time.monotonic() - start < 5
         waits = (
             "import threading, time\nthreading.Thread(target=lambda: (time.sleep(.1), print(1)))"
         )
@@ -235,14 +232,14 @@ def test_the_last_fenced_program_counts() -> None:
     ("truth", "said"),
     [
         ("x = (", "holds no test cases"),
-        ("x = 1", "has no test cases"),
+        ("x = 1", "it has none"),
         ({"answer": 3}, r"its keys are \['answer'\]"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
         (None, "holds no test cases"),
     ],
 )
 def test_a_ground_truth_without_tests_is_an_error(truth: Any, said: str) -> None:
-    with pytest.raises(RewardError, match=f"ground_truth of row 0.*{said}"):
+    with pytest.raises(RewardError, match=f"row 0: ground_truth .*{said}"):
         code([""], ["print(1)"], ground_truth=[truth])
 
 
@@ -276,7 +273,7 @@ def test_a_user_without_rights_is_as_safe(more: tuple[str, ...]) -> None:
         [
             *(*user, python, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={own}/t"),
             *(__file__, "-m", "not gpu"),
-            *("-k", "hostile or cheat or host_gives or pool or wall_holds"),
+            *("-k", "hostile or cheat or host_gives or pool or layer_holds"),
         ],
         cwd=root,
         env=os.environ

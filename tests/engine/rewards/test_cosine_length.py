@@ -1,7 +1,7 @@
 import pytest
 
 from engine.errors import RewardError
-from engine.rewards.formats import cosine_length
+from engine.rewards.answers import cosine_length
 
 
 def test_short_right_answers_are_worth_most_and_short_wrong_ones_least() -> None:

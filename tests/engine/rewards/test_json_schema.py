@@ -1,7 +1,7 @@
 import pytest
 
 from engine.errors import RewardError
-from engine.rewards.formats import json_schema, json_text
+from engine.rewards.answers import json_schema, json_text
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 

@@ -73,7 +73,7 @@ def test_what_has_no_log_prob_is_refused(folders: list[Path], tmp_path: Path) ->
     longer = "4" * 5000
     for options, text, said in (
         ({}, "4", "needs reward.options.model"),
-        ({"model": str(tmp_path)}, "4", "can't be loaded for causal language modelling"),
+        ({"model": str(tmp_path)}, "4", "loaded as AutoModelForCausalLM"),
         ({"model": str(folders[0])}, longer, "lower data.max_response_length"),
     ):
         with pytest.raises(RewardError, match=said):

@@ -138,8 +138,8 @@ def graded(path: str, content: Any, number: int) -> tuple[int, Any]:
 @pytest.fixture
 def fresh() -> None:
     """A judge that remembers nothing."""
-    http_rewards._known.clear()
-    http_rewards._asked.clear()
+    http_rewards._judgements.clear()
+    http_rewards._requests.clear()
 
 
 @pytest.mark.usefixtures("fresh")
@@ -155,7 +155,7 @@ def test_a_judge_scores_by_a_rubric_and_asks_once(tmp_path: Path) -> None:
         assert "<reference>\n4\n</reference>" in text
         assert (requests[0]["model"], requests[0]["temperature"]) == ("m", 0.0)
         asked = len(requests)
-        http_rewards._known.clear()
+        http_rewards._judgements.clear()
         assert scores("judge", texts[:2], options) == [0.5, 1.0]
         assert len(requests) == asked, "what the folder has is not asked again"
         assert scores("judge", texts[:1], options | {"scale": [0, 5]}) == [1.0]

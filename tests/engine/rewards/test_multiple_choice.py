@@ -25,5 +25,5 @@ def test_the_letter_that_a_text_settles_on(text: str, letter: str | None) -> Non
 
 def test_a_truth_is_a_letter_or_a_place() -> None:
     assert multiple_choice([""] * 4, ["B"] * 4, ground_truth=["b", "(B)", 1, "2"]) == [1, 1, 1, 0]
-    with pytest.raises(RewardError, match=r"row 0 is 'BC'; multiple_choice needs a letter"):
+    with pytest.raises(RewardError, match=r"row 0: ground_truth is 'BC'; .* needs a letter"):
         multiple_choice([""], ["B"], ground_truth=["BC"])

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.rewards import open_reward, score
-from engine.rewards.calls import RewardRows
-from engine.rewards.process import RewardPool
+from engine.rewards.calls import RewardPool, RewardRows
 
 PATTERN = r"(a+)+$|(?P<answer>\d+)"  # a text such as aaaaaaaaaaaaaaaaaaaaaaaaaaaaaab takes ages
 HANGS = "a" * 60 + "b"
@@ -21,7 +20,7 @@ def pool() -> Iterator[RewardPool]:
         "regular_expression", {"pattern": PATTERN}, processes=2, sample_timeout_s=0.3
     )
     assert isinstance(opened, RewardPool)
-    opened.score_all(RewardRows([""], ["1"], {"ground_truth": ["1"]}), 60.0, ())
+    opened.score_all(RewardRows([""], ["1"], {"ground_truth": ["1"]}), 60.0)
     yield opened
     opened.close()
 
@@ -30,7 +29,7 @@ def test_each_completion_has_its_own_deadline(pool: RewardPool) -> None:
     texts = ["1", HANGS, "2", HANGS, "3", "4"]
     columns = {"ground_truth": ["1", "1", "2", "1", "3", "0"]}
     began = time.monotonic()
-    scores = score(pool, [""] * 6, texts, columns, 30.0, components=(), on_error="zero")
+    scores = score(pool, [""] * 6, texts, columns, 30.0, on_error="zero")
     assert time.monotonic() - began < 10
     assert [row[0] for row in scores.rows] == [1, 0, 1, 0, 1, 0]
     assert {row: failure.cause for row, failure in scores.failures.items()} == {
@@ -45,7 +44,7 @@ def test_each_completion_has_its_own_deadline(pool: RewardPool) -> None:
 def test_the_batchs_deadline_ends_what_waits(pool: RewardPool) -> None:
     texts = [HANGS] * 40
     began = time.monotonic()
-    scores = pool.score_all(RewardRows([""] * 40, texts, {"ground_truth": [""] * 40}), 0.5, ())
+    scores = pool.score_all(RewardRows([""] * 40, texts, {"ground_truth": [""] * 40}), 0.5)
     assert time.monotonic() - began < 5
     assert len(scores.failures) == 40
 
@@ -53,7 +52,7 @@ def test_the_batchs_deadline_ends_what_waits(pool: RewardPool) -> None:
 def test_a_reward_that_raises_keeps_its_process(pool: RewardPool) -> None:
     broken = open_reward("regular_expression", {"pattern": "("}, processes=1)
     rows = RewardRows(["", ""], ["1", "2"], {"ground_truth": ["1", "2"]})
-    scores = broken.score_all(rows, 60.0, ())
+    scores = broken.score_all(rows, 60.0)
     broken.close()
     assert [failure.cause for failure in scores.failures.values()] == ["raised", "raised"]
     assert "is no pattern" in str(scores.failures[0])

@@ -25,7 +25,7 @@ from engine.rewards import (
     reward_function,
     score,
 )
-from engine.rewards.process import RewardProcess
+from engine.rewards.calls import RewardProcess
 
 MODULE = '''
 import ctypes, os, random, re, subprocess, sys, time

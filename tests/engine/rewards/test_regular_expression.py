@@ -1,7 +1,7 @@
 import pytest
 
 from engine.errors import RewardError
-from engine.rewards.formats import regular_expression
+from engine.rewards.answers import regular_expression
 
 
 def found(pattern: str, texts: list[str], truths: list[str]) -> list[float]:

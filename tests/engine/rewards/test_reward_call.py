@@ -25,7 +25,7 @@ def test_rows_must_fit_each_other() -> None:
         RewardRows(["p"] * 2, ["a", "b"], {"kind": [1, 2, 3]})
     with pytest.raises(RewardError, match="column 'prompts' has the name of an argument of every"):
         RewardRows(["p"], ["a"], {"prompts": [1]})
-    assert ROWS.row(1) == RewardRows(["q"], ["bb"], {"ground_truth": ["2"]})
+    assert ROWS.select([1]) == RewardRows(["q"], ["bb"], {"ground_truth": ["2"]})
 
 
 def test_a_call_that_empties_its_lists_leaves_the_rows_alone() -> None:

@@ -32,11 +32,16 @@ def release() -> Iterator[None]:
     RELEASE.set()
 
 
-def run(reward: Reward, texts: list[str], timeout_s: float = 5.0, **options: Any) -> Scores:
-    options = {"on_error": "drop"} | options
+def run(
+    reward: Reward,
+    texts: list[str],
+    timeout_s: float = 5.0,
+    on_error: Any = "drop",
+    components: tuple[str, ...] | None = None,
+) -> Scores:
     columns = {"ground_truth": list(range(len(texts)))}
-    scorer = RewardThreads(reward)
-    return runner.score(scorer, ["p"] * len(texts), texts, columns, timeout_s, **options)
+    scorer = RewardThreads(reward, components)
+    return runner.score(scorer, ["p"] * len(texts), texts, columns, timeout_s, on_error)
 
 
 def by_text(prompts: Any, completions: Any, *, ground_truth: Any, **columns: Any) -> list[float]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.errors import RewardError
-from engine.rewards.reward_function import RewardFailure, Scores, read
+from engine.rewards.reward_function import RewardFailure, Scores, read_result, require_components
 
 TWO = {"answer": [1.0, 0.0, 1.0], "format": [0.5, 0.5, 0.0]}
 
@@ -34,7 +34,7 @@ class Broken:
     ],
 )
 def test_a_wrong_value_costs_its_row_alone(value: Any, row: int) -> None:
-    scores = read("r", value, 3, None)
+    scores = read_result("r", value, 3)
     assert list(scores.failures) == [row]
     assert scores.failures[row].cause == "not_finite"
     assert f"for completion {row}; it must be a finite float" in str(scores.failures[row])
@@ -44,7 +44,7 @@ def test_a_wrong_value_costs_its_row_alone(value: Any, row: int) -> None:
 
 
 def test_the_value_and_its_component_are_named() -> None:
-    scores = read("r", {"answer": [1.0, 1.0], "format": [0.0, math.nan]}, 2, None, first_row=7)
+    scores = read_result("r", {"answer": [1.0, 1.0], "format": [0.0, math.nan]}, 2, first_row=7)
     assert str(scores.failures[1]) == (
         "reward 'r' returned nan as 'format' for completion 8; it must be a finite float"
     )
@@ -52,10 +52,10 @@ def test_the_value_and_its_component_are_named() -> None:
 
 
 def test_components_become_columns_in_the_order_of_their_keys() -> None:
-    scores = read("r", TWO, 3, None)
+    scores = read_result("r", TWO, 3)
     assert scores.components == ("answer", "format")
     assert scores.rows == [[1.0, 0.5], [0.0, 0.5], [1.0, 0.0]]
-    assert read("r", {"b": torch.ones(1), "a": np.zeros(1)}, 1, ("b", "a")).rows == [[1.0, 0.0]]
+    assert read_result("r", {"b": torch.ones(1), "a": np.zeros(1)}, 1).rows == [[1.0, 0.0]]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_components_become_columns_in_the_order_of_their_keys() -> None:
 )
 def test_a_wrong_form_is_wrong_as_a_whole(value: Any, message: str) -> None:
     with pytest.raises(RewardFailure, match=message) as caught:
-        read("r", value, 3, None)
+        read_result("r", value, 3)
     assert caught.value.cause == "malformed"
 
 
@@ -95,7 +95,7 @@ def test_other_names_than_before_are_refused(
     value: Any, expected: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(RewardFailure, match=message):
-        read("r", value, 3, expected)
+        require_components("r", read_result("r", value, 3).components, expected)
 
 
 def test_only_a_batch_without_any_score_is_an_error() -> None:

@@ -95,7 +95,7 @@ def test_a_rewards_own_timeout_is_not_taken_for_the_deadline() -> None:
 
 
 def test_a_reward_error_is_passed_on_as_it_is() -> None:
-    with pytest.raises(RewardError, match=r"^ground_truth of row 0 is 'x'"):
+    with pytest.raises(RewardError, match=r"^row 0: ground_truth is 'x'"):
         run(answer_match, columns={"ground_truth": ["x", "1", "2"]})
 
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.rewards.sandbox import walls
+from engine.rewards.sandbox import containment
 
 HEADERS = {
     "x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h",
     "aarch64": "/usr/include/asm-generic/unistd.h",  # which arm64's own includes
 }
-TABLES = {"x86_64": walls._X86, "aarch64": walls._ARM}
+TABLES = {"x86_64": containment._X86, "aarch64": containment._ARM}
 ALLOW, REFUSED, MISSING, KILLED = "allow", "EPERM", "ENOSYS", "kill"
 PID = 4242
 
@@ -42,23 +42,23 @@ def kernels_numbers(machine: str) -> dict[str, int]:
 
 
 def ours(machine: str) -> dict[str, int]:
-    return dict(zip(walls._NAMES.split(), map(int, TABLES[machine].split()), strict=True))
+    return dict(zip(containment._NAMES.split(), map(int, TABLES[machine].split()), strict=True))
 
 
 @pytest.mark.parametrize("machine", HEADERS)
 def test_each_number_is_the_kernels(machine: str) -> None:
     kernels = kernels_numbers(machine)
     assert {name: kernels.get(name, -1) for name in ours(machine)} == ours(machine)
-    own = walls._MACHINES[machine]()
+    own = containment._MACHINES[machine]
     for name in ("clone", "kill", "tgkill", "sendto"):
         assert getattr(own, name) == kernels[name]
-    assert kernels["clone3"] == walls._CLONE3
+    assert kernels["clone3"] == containment._CLONE3
 
 
 @pytest.mark.parametrize("machine", HEADERS)
 def test_what_the_filter_says(machine: str) -> None:
-    own = walls._MACHINES[machine]()
-    program = walls._filter(own, PID)
+    own = containment._MACHINES[machine]
+    program = containment._filter(own, PID)
 
     def said(number: int, *arguments: int, arch: int = own.arch) -> str:
         return interpret(program, number, arch, arguments)
@@ -72,7 +72,7 @@ def test_what_the_filter_says(machine: str) -> None:
     thread = 0x00010000
     assert said(own.clone, thread) == ALLOW
     assert said(own.clone, 17) == REFUSED, "a new process"
-    assert said(walls._CLONE3) == MISSING, "so that libc takes clone"
+    assert said(containment._CLONE3) == MISSING, "so that libc takes clone"
     for call in (own.kill, own.tgkill):
         assert said(call, PID, 9) == ALLOW
         assert said(call, 1, 9) == REFUSED
@@ -80,8 +80,8 @@ def test_what_the_filter_says(machine: str) -> None:
     assert said(own.sendto, 3, 0, 8, 0, 0) == ALLOW
     assert said(own.sendto, 3, 0, 8, 0, 1 << 40) == REFUSED, "to an address"
     assert said(0x40000000) == KILLED, "x32's numbers"
-    assert said(walls._NEWEST) == MISSING
-    other = next(m() for name, m in walls._MACHINES.items() if name != machine)
+    assert said(containment._NEWEST) == MISSING
+    other = next(m for name, m in containment._MACHINES.items() if name != machine)
     assert said(plain["read"], arch=other.arch) == KILLED, "another machine's numbers"
 
 

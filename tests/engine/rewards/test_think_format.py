@@ -1,6 +1,6 @@
 import pytest
 
-from engine.rewards.formats import think_format
+from engine.rewards.answers import think_format
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,14 @@ from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
 from engine.agents.call_parsers import parsed_action
 from engine.agents.environment_protocol import Action, ToolCall
-from engine.agents.episode import Episode, EpisodeTokenizer, Transcript, turn_spans
-from engine.agents.saved_episode import load_episode, save_episode
+from engine.agents.episode import (
+    Episode,
+    EpisodeTokenizer,
+    Transcript,
+    load_episode,
+    save_episode,
+    turn_spans,
+)
 from engine.batch import Batch
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader

@@ -93,7 +93,7 @@ def test_components_are_weighed_and_kept(tiny_folder: Path) -> None:
 def test_weights_of_unknown_components_are_refused(tiny_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"\['style'\].*\['answer', 'format'\]"):
         worker(tiny_folder, "answer_and_format", weights={"style": 1.0})
-    with pytest.raises(ConfigError, match="has no named components"):
+    with pytest.raises(ConfigError, match=r"its components are \[\]: correct or remove"):
         worker(tiny_folder, weights={"answer": 1.0})
     late = worker(tiny_folder, f"{HERE}:flaky_parts", weights={"style": 1.0})
     with pytest.raises(ConfigError, match=r"\['style'\].*\['judge', 'length'\]"):

@@ -1,4 +1,4 @@
-"""The walls of a sandbox: a program has no access to the host's files, processes and network.
+"""What keeps a program from the host's files, processes and network, in layers.
 
 Namespaces, file system, users, limits, and the seccomp filter of system calls (Linux on x86-64
 and arm64). Standard library alone.
@@ -15,6 +15,10 @@ import signal
 import struct
 import sys
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+LAYERS = ("namespaces", "root", "user", "landlock", "seccomp")
+_libc = ctypes.CDLL(None, use_errno=True)
 
 # The seccomp filter allows threads, files and memory. New processes, programs and sockets, signals
 # to others, and whatever changes or looks into other processes, mounts or the kernel are refused
@@ -67,23 +71,23 @@ _ARM = """
 """
 
 
-class _Machine:
-    """The numbers of one architecture."""
+class _Machine(NamedTuple):
+    """The numbers of one architecture; `table` has those of `_NAMES`, which are refused."""
 
-    def __init__(
-        self, arch: int, table: str, *, clone: int, kill: int, tgkill: int, sendto: int
-    ) -> None:
-        self.arch, self.clone = arch, clone
-        self.kill, self.tgkill, self.sendto = kill, tgkill, sendto
-        numbers = dict(zip(_NAMES.split(), map(int, table.split()), strict=True))
-        self.denied = sorted(number for number in numbers.values() if number >= 0)
+    arch: int
+    table: str
+    clone: int
+    kill: int
+    tgkill: int
+    sendto: int
 
 
 _MACHINES = {
-    "x86_64": lambda: _Machine(0xC000003E, _X86, clone=56, kill=62, tgkill=234, sendto=44),
-    "aarch64": lambda: _Machine(0xC00000B7, _ARM, clone=220, kill=129, tgkill=131, sendto=206),
+    "x86_64": _Machine(0xC000003E, _X86, clone=56, kill=62, tgkill=234, sendto=44),
+    "aarch64": _Machine(0xC00000B7, _ARM, clone=220, kill=129, tgkill=131, sendto=206),
 }
 _CLONE3 = 435
+_Line: TypeAlias = tuple[int, int, int, int]  # instruction, jumps if true and false, value
 
 
 def restrict() -> bool:
@@ -94,18 +98,25 @@ def restrict() -> bool:
     machine = _MACHINES.get(platform.machine())
     if machine is None or struct.calcsize("P") != 8:
         return False
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+    if _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         return False
-    program = _filter(machine(), os.getpid())
+    program = _filter(machine, os.getpid())
     code = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))
-    return not libc.prctl(_SET_SECCOMP, _MODE_FILTER, ctypes.create_string_buffer(header), 0, 0)
+    return not _libc.prctl(_SET_SECCOMP, _MODE_FILTER, ctypes.create_string_buffer(header), 0, 0)
 
 
 def _filter(machine: _Machine, pid: int) -> bytes:
     refused, missing = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
-    lines = [
+
+    def allowed_if(number: int, *conditions: tuple[int, int, int]) -> list[_Line]:
+        """Allow a call if (test, place in `struct seccomp_data`, value) hold, else refuse it."""
+        lines: list[_Line] = [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, refused)]
+        for test, place, value in reversed(conditions):
+            lines = [(_LOAD, 0, 0, place), (test, 0, len(lines) - 1, value), *lines]
+        return [(_JEQ, 0, len(lines), number), *lines]
+
+    lines: list[_Line] = [
         (_LOAD, 0, 0, _ARCH),
         (_JEQ, 1, 0, machine.arch),
         (_RETURN, 0, 0, _KILL),
@@ -117,33 +128,14 @@ def _filter(machine: _Machine, pid: int) -> bytes:
         (_JEQ, 0, 1, _CLONE3),  # its flags are in memory, which a filter can't read: clone is used
         (_RETURN, 0, 0, missing),
     ]
-    for number in machine.denied:
-        lines += [(_JEQ, 0, 1, number), (_RETURN, 0, 0, refused)]
-    lines += [
-        (_JEQ, 0, 4, machine.clone),
-        (_LOAD, 0, 0, _ARG0),
-        (_JSET, 1, 0, _CLONE_THREAD),
-        (_RETURN, 0, 0, refused),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
-    for number in (machine.kill, machine.tgkill):
-        lines += [
-            (_JEQ, 0, 4, number),
-            (_LOAD, 0, 0, _ARG0),
-            (_JEQ, 1, 0, pid),
-            (_RETURN, 0, 0, refused),
-            (_RETURN, 0, 0, _ALLOW),
-        ]
-    lines += [
-        (_JEQ, 0, 6, machine.sendto),  # to the other end alone, and to no address
-        (_LOAD, 0, 0, _ARG4),
-        (_JEQ, 0, 3, 0),
-        (_LOAD, 0, 0, _ARG4 + 4),
-        (_JEQ, 0, 1, 0),
-        (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, refused),
-        (_RETURN, 0, 0, _ALLOW),
-    ]
+    for number in map(int, machine.table.split()):
+        if number >= 0:
+            lines += [(_JEQ, 0, 1, number), (_RETURN, 0, 0, refused)]
+    lines += allowed_if(machine.clone, (_JSET, _ARG0, _CLONE_THREAD))
+    lines += allowed_if(machine.kill, (_JEQ, _ARG0, pid))
+    lines += allowed_if(machine.tgkill, (_JEQ, _ARG0, pid))
+    lines += allowed_if(machine.sendto, (_JEQ, _ARG4, 0), (_JEQ, _ARG4 + 4, 0))  # no address
+    lines += [(_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("HBBI", *line) for line in lines)
 
 
@@ -161,8 +153,6 @@ _LANDLOCK = (444, 445, 446)  # create_ruleset, add_rule, restrict_self on every 
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin")
 _DEVICES = ("null", "zero", "urandom", "random")
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
@@ -229,34 +219,31 @@ def own_root(folder: str, megabytes: int) -> bool:
 
 def landlock(folder: str) -> bool:
     """Let this process read the system and the interpreter, and write below `folder` alone."""
-    create, add, restrict = _LANDLOCK
+    create, add, restrict_self = _LANDLOCK
     version = _libc.syscall(create, None, 0, 1)
     if version < 1:
         return False
     everything = (1 << (13 if version == 1 else 14 if version == 2 else 15)) - 1
-    reading = 1 << 2 | 1 << 3  # files and folders
+    execute, write_file, read_file, read_folder = 1 << 0, 1 << 1, 1 << 2, 1 << 3
     attributes = ctypes.create_string_buffer(struct.pack("Q", everything), 8)
     rules = _libc.syscall(create, attributes, 8, 0)
     if rules < 0:
         return False
-    places = [(path, reading) for path in (*_SYSTEM, sys.base_prefix) if os.path.isdir(path)]
-    for path, allowed in [*places, (folder, everything & ~1), *_devices()]:
-        place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", allowed, place), 12)
+    allowed = dict.fromkeys((*_SYSTEM, sys.base_prefix), read_file | read_folder)
+    allowed |= dict.fromkeys([f"/dev/{name}" for name in _DEVICES], read_file | write_file)
+    for path, access in (allowed | {folder: everything & ~execute}).items():
+        if not os.path.exists(path):
+            continue
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", access, descriptor), 12)
         failed = _libc.syscall(add, rules, 1, rule, 0)
-        os.close(place)
+        os.close(descriptor)
         if failed:
             return False
-    _libc.prctl(38, 1, 0, 0, 0)  # no new privileges, which it asks for
-    done = not _libc.syscall(restrict, rules, 0)
+    _libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # which it asks for
+    done = not _libc.syscall(restrict_self, rules, 0)
     os.close(rules)
-    return bool(done)
-
-
-def _devices() -> list[tuple[str, int]]:
-    return [
-        (f"/dev/{name}", 1 << 1 | 1 << 2) for name in _DEVICES if os.path.exists(f"/dev/{name}")
-    ]
+    return done
 
 
 def other_user(uid: int) -> bool:
