@@ -22,7 +22,7 @@ from engine.data.templates import decode_response, encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.evaluation.decode import Answer, decode_passes
-from engine.evaluation.results import Judged, ModelName, Problems, build_rows
+from engine.evaluation.results import Judged, ModelName, build_rows
 from engine.evaluation.summary import TEST
 from engine.registry import import_plugins
 from engine.rewards import Scorer
@@ -132,11 +132,10 @@ def evaluate_model(
 
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
     `engine.evaluation.results`, set by set. `on_progress(n)` is called with the number of finished
-    completions of both passes; there are `1 + config.samples` a problem. `max_prompt_length`: see
-    `decode_passes`. Several GPUs of this machine, or `config.parallel`, share the problems. `part`
-    is (which, of how many): consecutive shares of the problems, whose tables, one after the other,
-    are the table of all of them. Raises DataError for a set without rows, ConfigError for a part
-    without problems, and what `decode_passes` raises.
+    completions, of which there are `1 + config.samples` a problem. `max_prompt_length`: see
+    `decode_passes`. `part` is (which, of how many): consecutive shares of the problems, whose
+    tables, one after the other, are the table of all of them. Raises DataError for a set without
+    rows, ConfigError for a part without problems, and what `decode_passes` raises.
     """
     sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
     if not sets or any(rows.empty for rows in sets.values()):
@@ -150,16 +149,16 @@ def evaluate_model(
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
     longest = max(map(len, prompts))
-    table = Problems(
-        dataset=[name for name, rows in sets.items() for _ in range(len(rows))],
-        index=[position for rows in sets.values() for position in range(len(rows))],
-        data_source=list(frame["data_source"]),
-        level=[
-            str(next((row[k] for k in ("level", "difficulty") if row.get(k) is not None), ""))
-            for row in extra
-        ],
-        prompt=[prompt_text(prompt) for prompt in frame["prompt"]],
-        ground_truth=[str(rule["ground_truth"]) for rule in frame["reward_model"]],
+    levels = [(row.get("level"), row.get("difficulty")) for row in extra]
+    table = pd.DataFrame(
+        {
+            "dataset": [name for name, rows in sets.items() for _ in range(len(rows))],
+            "index": [position for rows in sets.values() for position in range(len(rows))],
+            "data_source": frame["data_source"],
+            "level": [str(next((x for x in pair if x is not None), "")) for pair in levels],
+            "prompt": [prompt_text(prompt) for prompt in frame["prompt"]],
+            "ground_truth": [str(rule["ground_truth"]) for rule in frame["reward_model"]],
+        }
     )
     share = share_of(len(frame), part)
     frame, prompts = frame.iloc[share].reset_index(drop=True), prompts[share]
@@ -187,11 +186,11 @@ def evaluate_model(
         first = judge_answers(scorer, tokenizer, greedy, questions, scored, 1)
         each = judge_answers(scorer, tokenizer, sampled, questions, scored, config.samples)
     groups = [each[i : i + config.samples] for i in range(0, len(each), config.samples)]
-    return build_rows(name, table.rows(share), first, groups)
+    return build_rows(name, table.iloc[share].reset_index(drop=True), first, groups)
 
 
 def share_of(problems: int, part: tuple[int, int]) -> slice:
-    """Return the consecutive problems of a part, (which, of how many), of near-equal sizes."""
+    """The consecutive problems of a part, (which, of how many), of near-equal sizes."""
     which, parts = part
     if parts > problems:
         raise ConfigError(
@@ -204,7 +203,7 @@ def share_of(problems: int, part: tuple[int, int]) -> slice:
 def scorer_inputs(
     frame: pd.DataFrame, prompt_ids: Sequence[list[int]]
 ) -> tuple[list[str], dict[str, list[object]]]:
-    """Return the texts of RL rows' last messages, and the columns that rewards get, as in RL."""
+    """The texts of RL rows' last messages, and the columns that rewards get, as in RL."""
     table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
     columns = collate_prompts(table, prompt_ids).columns
     scored = {"messages": list(columns["prompt"])}

@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
+from engine.data.rows import EPISODE_COLUMNS
 from engine.data.sources import evaluation_files
 from engine.errors import DataError, LineageError
 from engine.evaluation.metrics import (
@@ -29,7 +30,7 @@ from engine.evaluation.metrics import (
     rate_interval,
     wilson_interval,
 )
-from engine.evaluation.results import EPISODE_COLUMNS, check_paired
+from engine.evaluation.results import check_paired
 
 Column = tuple[str, str, Literal["share", "number"]]
 _MEASURED: tuple[Column, ...] = (
@@ -160,7 +161,7 @@ def summarise(
     bootstrap_samples: int,
     seed: int,
 ) -> EvaluationComparison:
-    """Compare two models' rows (see `results.COLUMNS`) problem by problem.
+    """Compare two models' rows (see `EVALUATION_ROWS` in `engine.data.rows`) problem by problem.
 
     Raises DataError when the rows are not of the same problems in the same order, when a problem
     has fewer than k samples, or when there are fewer than 2 problems.

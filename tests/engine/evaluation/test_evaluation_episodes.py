@@ -19,10 +19,10 @@ from engine.controller.local_groups import LocalGroup, LocalHost
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.data.collate import collate_prompts
 from engine.data.contract import EVALUATION_ROWS, check
+from engine.data.rows import EPISODE_COLUMNS
 from engine.errors import ConfigError
 from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.decode import check_evaluation_layout
-from engine.evaluation.results import EPISODE_COLUMNS
 from engine.evaluation.scoring import evaluate_model, judge_episodes
 from engine.evaluation.summary import EvaluationComparison, compare_episodes, summarise
 from engine.rewards import Scorer
