@@ -37,6 +37,7 @@ from engine.evaluation.summary import (
     TEST,
     EvaluatedSet,
     EvaluationComparison,
+    Statistics,
     compare_sets,
     read_problems,
     read_sets,
@@ -102,10 +103,7 @@ def evaluate(
             rows["warm_start"],
             rows["rl"],
             {name: known_from_training(folder, frame) for name, frame in problems.items()},
-            config.k,
-            config.confidence,
-            config.bootstrap_samples,
-            seed,
+            Statistics(config.k, config.confidence, config.bootstrap_samples, seed),
         )
         write_sets(this.folder, sets)
         comparison = sets[0].comparison

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from engine.errors import DataError, LineageError
-from engine.evaluation.summary import compare_sets, read_sets, rows_of_set, write_sets
+from engine.evaluation.summary import Statistics, compare_sets, read_sets, rows_of_set, write_sets
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def tables(before, after):
 
 
 def compare(tables, known):
-    return compare_sets(*tables, known, 2, 0.95, 200, 0)
+    return compare_sets(*tables, known, Statistics(2, 0.95, 200, 0))
 
 
 def test_each_set_has_its_own_numbers(tables, tmp_path):
