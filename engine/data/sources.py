@@ -26,7 +26,7 @@ from engine.registry import Registry, import_plugins
 from engine.storage.digests import modules_digest
 from engine.storage.json_rows import Row
 
-OF_ONE_FORM = ("arithmetic", "gsm8k")  # sources with a question and an answer in each row
+OF_ONE_FORM = ("arithmetic",)  # sources with a question and an answer in each row
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +164,13 @@ LARGEST_SHARE = 5  # at most one training row in so many goes to a split that is
 class Files:
     """`data.source=files`, read from `data.path`."""
 
+    def settings(self, config: DataConfig) -> DataConfig:
+        """The settings to read with; sources of one form add theirs, and keep those they made."""
+        return config
+
     def digest(self, config: DataConfig, seed: int) -> str:
         """SHA-256 of the content of all files, or the commits of hub datasets, by split."""
+        config = self.settings(config)
         parts = [
             f"{split}\0{address_digest(address)}"
             for split, addresses in split_addresses(config.path, config.splits).items()
@@ -178,6 +183,7 @@ class Files:
 
         Raises DataError for bad rows where `data.bad_rows` is "fail", and where no row is left.
         """
+        uri, config = config.path, self.settings(config)
         addresses = split_addresses(config.path, config.splits)
         pool = _Pool(config, seed)
         sizes = {"test": config.test_size, "validation": config.validation_size}
@@ -187,11 +193,11 @@ class Files:
         if config.sft_size and config.train_size:
             limit = max(config.sft_size, config.train_size) + sum(sizes[name] for name in missing)
         train = pool.read("train", addresses["train"], limit)
-        share = len(train) // LARGEST_SHARE
+        share = pool.distinct // LARGEST_SHARE
         for name in missing:
             if not share:
                 raise DataError(
-                    f"{config.path}: {len(train)} distinct training rows are too few to take a "
+                    f"{config.path}: {pool.distinct} distinct training rows are too few to take a "
                     f"{name} split from; give at least {LARGEST_SHARE}, or a {name} file"
                 )
             count = min(sizes[name], share)
@@ -204,7 +210,7 @@ class Files:
             validation=_rl_frame(rows["validation"], "validation"),
             test=_rl_frame(rows["test"], "test"),
             source_digest=self.digest(config, seed),
-            source_uri=config.path,
+            source_uri=uri or config.path,
             notes=tuple(pool.notes),
         )
 
@@ -219,6 +225,7 @@ class _Pool:
     config: DataConfig
     seed: int
     notes: list[str] = field(default_factory=list)
+    distinct: int = 0  # prompts of the split that was read last
     _seen: set[bytes] = field(default_factory=set)
 
     def read(self, split: str, addresses: Sequence[str], limit: int) -> list[_Read]:
@@ -253,6 +260,7 @@ class _Pool:
             self.notes.append(f"{split}: {repeated} rows repeat a prompt and are left out")
         if limit and order > limit:
             self.notes.append(f"{split}: {limit} of {order} rows, by seed (data.{split}_size)")
+        self.distinct = order
         rows = [read for _, _, read in sorted(heap, key=lambda entry: -entry[0])]
         self._seen.update(prompt_key(row) for _, row in rows)
         return rows
