@@ -113,7 +113,7 @@ def read_preference_tables(
         update={name: getattr(config, name) for name in ("columns", "templates", "bad_rows")}
     )
     files = read_preference_rows([config.path], settings, kind)
-    notes = [note for file in files if (note := file.bad.sentence())]
+    notes = [note for file in files for note in file.notes]
     rows = [row for file in files for row in file.rows]
     test_prompts = HeldOut(data.decontaminate.ngram, data.decontaminate.overlap)
     for prompt in held_out:

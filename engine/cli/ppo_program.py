@@ -148,7 +148,7 @@ def _rows(
     for path in [path for file in local for path in data_files(file)]:
         read = read_file_rows(path, data)
         file_rows, numbers = read.rows, read.numbers
-        left_out += LeftOut(bad=tuple(filter(None, [read.bad.sentence()])))
+        left_out += LeftOut(bad=tuple(read.notes))
         if not file_rows:
             continue
         _check_alike(rows or file_rows, file_rows, path, key)

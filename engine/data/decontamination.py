@@ -19,7 +19,7 @@ import pandas as pd
 from engine.config import DataConfig
 from engine.data.contract import truth_of
 from engine.data.incremental_data import NewFiles, read_new_files
-from engine.data.row_files import BadRows, mapped_rows
+from engine.data.row_files import MappedRows
 from engine.data.rows import RULE, normalise, prompt_text
 from engine.data.sources import Splits, evaluation_files
 from engine.errors import DataError
@@ -134,10 +134,8 @@ def hold_out_files(config: DataConfig, held_out: HeldOut) -> None:
     Raises DataError where one can't be read, or has bad rows.
     """
     for address in config.decontaminate.against:
-        bad = BadRows(address, "fail")
-        for _, row in mapped_rows(address, config, bad):
+        for _, row in MappedRows(address, config.model_copy(update={"bad_rows": "fail"})):
             held_out.add(question_text(row["prompt"]))
-        bad.check()
 
 
 def question_text(prompt: str | Sequence[Mapping[str, object]]) -> str:

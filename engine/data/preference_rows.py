@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.config import RowsConfig
-from engine.data.row_files import BadRows, FileRows, RowMapper, data_files, mapped_rows
+from engine.data.row_files import FileRows, MappedRows, RowMapper, data_files
 from engine.data.rows import (
     brief,
     has_words,
@@ -44,14 +44,12 @@ def read_preference_rows(
     mapper = PreferenceMapper(config, kind)
     files = []
     for file in (file for address in addresses for file in data_files(address)):
-        bad = BadRows(file, config.bad_rows)
-        rows, numbers = list[Row](), list[int]()
-        for number, row in mapped_rows(file, config, bad, mapper=mapper):
+        mapped, rows, numbers = MappedRows(file, config, mapper=mapper), list[Row](), list[int]()
+        for number, row in mapped:
             split = _as_labelled(row) if kind == "labels" and "label" not in row else [row]
             rows += split
             numbers += [number] * len(split)
-        bad.check()
-        files.append(FileRows(rows, numbers, bad))
+        files.append(FileRows(file, rows, numbers, mapped.notes()))
     return files
 
 

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from engine.config import DataConfig
 from engine.data.decontamination import HeldOut, SeenPrompts, hold_out_files, question_text
-from engine.data.row_files import BadRows, address_digest, mapped_rows, split_addresses
+from engine.data.row_files import MappedRows, address_digest, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, as_text, is_missing, prompt_text
 from engine.data.sources import prompt_key, rl_columns
 from engine.data.templates import encode_short_prompts
@@ -242,8 +242,8 @@ class _Preparation:
         """Good rows whose prompts are neither repeated nor, but for test rows, held out."""
         seen = SeenPrompts()
         for address in addresses:
-            bad = BadRows(address, self.config.bad_rows)
-            for number, row in mapped_rows(address, self.config, bad, need_truth=True):
+            rows = MappedRows(address, self.config, need_truth=True)
+            for number, row in rows:
                 if not seen.add(prompt_key(row)):
                     card.left_out["repeated"] += 1
                     continue
@@ -254,10 +254,9 @@ class _Preparation:
                     card.left_out[f"held out, {match}"] += 1
                 else:
                     yield number, row
-            bad.check()
-            if bad.count:
-                card.left_out["bad"] += bad.count
-                self.notes.append(bad.sentence())
+            if rows.bad:
+                card.left_out["bad"] += rows.bad
+            self.notes += rows.notes()
 
     def _measured(
         self, rows: Iterator[tuple[int, Row]], card: SplitCard

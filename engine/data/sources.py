@@ -19,7 +19,7 @@ import pandas as pd
 
 from engine.config import DataConfig, EvaluationSetConfig
 from engine.data.contract import uniform_columns
-from engine.data.row_files import BadRows, RowMapper, address_digest, mapped_rows, split_addresses
+from engine.data.row_files import MappedRows, RowMapper, address_digest, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, as_text, normalise, prompt_text
 from engine.errors import ConfigError, DataError
 from engine.registry import Registry, import_plugins
@@ -234,8 +234,8 @@ class _Pool:
         total, repeated, order = 0, 0, 0
         keys: set[bytes] = set()
         for address in addresses:
-            bad = BadRows(address, self.config.bad_rows)
-            for number, row in mapped_rows(address, self.config, bad, need_truth=True):
+            mapped = MappedRows(address, self.config, need_truth=True)
+            for number, row in mapped:
                 total += 1
                 key = prompt_key(row)
                 if key in keys or key in self._seen:
@@ -249,8 +249,7 @@ class _Pool:
                     heapq.heappushpop(heap, entry)
                 else:
                     heapq.heappush(heap, entry)
-            bad.check()
-            self.notes += filter(None, [bad.sentence()])
+            self.notes += mapped.notes()
         if addresses and not heap:
             raise DataError(
                 f"{split}: no row of {', '.join(addresses)} is left: {total} good rows, {repeated} "
@@ -328,11 +327,9 @@ def _evaluation_rows(
         update |= {"columns": settings.columns, "templates": settings.templates}
     rows: list[Row] = []
     for address in _addresses(settings):
-        bad = BadRows(address, config.bad_rows)
-        mapped = mapped_rows(address, config.model_copy(update=update), bad, need_truth=True)
+        mapped = MappedRows(address, config.model_copy(update=update), need_truth=True)
         rows += [rl_columns(row, number, settings.split) for number, row in mapped]
-        bad.check()
-        notes += filter(None, [bad.sentence()])
+        notes += mapped.notes()
     if not rows:
         raise DataError(
             f"data.evaluation_sets.{settings.name}: no row of {settings.path} is left; {notes}"

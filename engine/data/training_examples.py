@@ -97,7 +97,7 @@ def read_sft_pairs(
 
     def encode(tokenizer: PreTrainedTokenizerBase, file: FileRows) -> list[Pair]:
         prompts = [row["prompt"] for row in file.rows]
-        prompt_ids = encode_prompts(tokenizer, prompts, file.bad.name, file.numbers)
+        prompt_ids = encode_prompts(tokenizer, prompts, file.address, file.numbers)
         responses = [encode_response(tokenizer, row["response"]) for row in file.rows]
         return list(zip(prompt_ids, responses, strict=True))
 
@@ -124,7 +124,7 @@ def read_preferences(
 
     def encode(tokenizer: PreTrainedTokenizerBase, file: FileRows) -> list[PreferenceExample]:
         prompts = [row["prompt"] for row in file.rows]
-        encoded = encode_prompts(tokenizer, prompts, file.bad.name, file.numbers)
+        encoded = encode_prompts(tokenizer, prompts, file.address, file.numbers)
         examples: list[PreferenceExample] = []
         for prompt, row in zip(encoded, file.rows, strict=True):
             if "label" in row:
@@ -220,7 +220,7 @@ def _read(
         long = [i for i, length in enumerate(lengths) if max_length and length > max_length]
         if long and too_long != "drop":
             raise DataError(
-                f"{file.bad.name}: {len(long)} of {len(encoded)} examples are longer than "
+                f"{file.address}: {len(long)} of {len(encoded)} examples are longer than "
                 f"{max_length} tokens, first row {file.numbers[long[0]]} with {lengths[long[0]]}; "
                 "shorten them, or leave them out with data.too_long=drop"
             )
@@ -243,7 +243,7 @@ def _by_row(
 ) -> Callable[[PreTrainedTokenizerBase, FileRows], list[E]]:
     """Encode a file row by row, each with the words that its errors begin with."""
     return lambda tokenizer, file: [
-        encode(tokenizer, row, f"{file.bad.name}, row {number}")
+        encode(tokenizer, row, f"{file.address}, row {number}")
         for row, number in zip(file.rows, file.numbers, strict=True)
     ]
 
