@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
@@ -16,19 +17,19 @@ from engine.config import DataConfig, EvaluateConfig, PairsConfig, RewardSpec, R
 from engine.data.decontamination import HeldOut, question_text
 from engine.data.preference_rows import (
     Kind,
-    ScoredCompletion,
     ScoredGroup,
     labels_from_groups,
     pairs_from_groups,
     read_preference_rows,
 )
-from engine.data.rows import has_words, is_utf8, normalise, prompt_text
+from engine.data.rows import is_filled, normalise, prompt_text
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows import choose_dataflow
 from engine.errors import DataError, ModelError
 from engine.evaluation.decode import decode_passes
 from engine.evaluation.policy_steps import MODEL_REWARD
+from engine.evaluation.results import Judged
 from engine.evaluation.scoring import judge_answers, scorer_inputs
 from engine.models.loading import load_model_config
 from engine.registry import import_plugins
@@ -185,6 +186,13 @@ def layout_of(config: PairsConfig) -> EvaluateConfig:
     return EvaluateConfig(engine=config.engine, parallel=config.parallel)
 
 
+def is_usable(completion: Judged) -> bool:
+    """Whether a completion has a score and an end that can be learned, and a file can hold it."""
+    text, score = completion.text, completion.score
+    scored = not completion.failed and not math.isnan(score)
+    return scored and not completion.truncated and is_filled(text) and "\0" not in text
+
+
 def rank_rollouts(
     folder: str | Path,
     rows: pd.DataFrame,
@@ -218,18 +226,14 @@ def rank_rollouts(
             folder, prompts, (params,), layout_of(config), on_progress=on_progress
         )
         judged = judge_answers(scorer, tokenizer, answers, questions, columns, n)
-    scored = []
-    for completion in judged:
-        text = completion.text
-        # Whether a file of rows can hold it: it has words, and no NUL or half of a character.
-        usable = has_words(text) and is_utf8(text) and "\0" not in text
-        score = float(completion.correct) if kind == "labels" else completion.score
-        usable_score = score if usable and not completion.failed else None
-        scored.append(ScoredCompletion(text, usable_score, completion.truncated))
-    groups = [
-        ScoredGroup(prompt, scored[i * n : (i + 1) * n], {"row": i})
-        for i, prompt in enumerate(rows["prompt"])
-    ]
+    usable = [[c for c in judged[i : i + n] if is_usable(c)] for i in range(0, len(judged), n)]
+    groups = []
+    for i, (prompt, completions) in enumerate(zip(rows["prompt"], usable, strict=True)):
+        scores: dict[str, float] = {}  # of equal texts the first
+        for completion in completions:
+            score = float(completion.correct) if kind == "labels" else completion.score
+            scores.setdefault(completion.text, score)
+        groups.append(ScoredGroup(prompt, scores, {"row": i}))
     ranked = (
         labels_from_groups(groups, per_group=per_prompt)
         if kind == "labels"
@@ -239,7 +243,7 @@ def rank_rollouts(
         pd.DataFrame(ranked, columns=COLUMNS[kind]),
         len(groups),
         len(groups) - len({row["extra_info"]["row"] for row in ranked}),
-        len(scored) - sum(len(group.usable) for group in groups),
+        len(judged) - sum(map(len, usable)),
         float(np.mean([completion.score for completion in judged])),
         float(np.mean([completion.correct for completion in judged])),
     )

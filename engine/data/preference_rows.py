@@ -19,10 +19,9 @@ from engine.config import RowsConfig
 from engine.data.row_files import FileRows, MappedRows, RowMapper, data_files
 from engine.data.rows import (
     brief,
-    has_words,
+    is_filled,
     is_messages,
     is_missing,
-    is_utf8,
     prompt_messages,
     user_message,
 )
@@ -181,7 +180,7 @@ def _prompt(row: Row, where: str) -> list[dict[str, str]] | None:
 def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, str]], str]:
     """The messages before a response, which its cell may have, and its text."""
     messages: object = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
-    if not is_messages(messages) or not has_words(messages) or not is_utf8(messages):
+    if not is_messages(messages) or not is_filled(messages):
         raise DataError(
             f"{where}: column {name!r} is {brief(cell)}; give text that is not empty, or messages "
             "that end with the assistant's"
@@ -219,57 +218,31 @@ def _missing(name: str, row: Row, where: str, example: str = "…") -> DataError
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredCompletion:
-    """What a policy answered, and what the reward said of it."""
-
-    text: str  # e.g. "<<23+14=37>>37\n#### 37"
-    score: float | None  # None, or NaN: the reward failed
-    truncated: bool = False  # cut at the length limit: it has no end that could be learned
-
-
-@dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The completions of one prompt."""
+    """What can be learned from of a policy's completions of one prompt."""
 
     prompt: Sequence[Mapping[str, object]]  # messages, e.g. [{"role": "user", "content": "1+1?"}]
-    completions: Sequence[ScoredCompletion]
+    scores: Mapping[str, float]  # by text, in the order of sampling
     extra_info: Mapping[str, object] = field(default_factory=dict)  # e.g. {"policy_version": 12}
 
-    @property
-    def usable(self) -> list[tuple[str, float]]:
-        """Text and score of what can be learned from, in the order of sampling."""
-        return [
-            (completion.text, float(completion.score))
-            for completion in self.completions
-            if completion.score is not None
-            and not math.isnan(completion.score)
-            and not completion.truncated
-            and completion.text.strip()
-        ]
+    def row(self, extra_info: Mapping[str, object], **columns: object) -> Row:
+        """A row of these columns and the prompt."""
+        prompt = [dict(message) for message in self.prompt]
+        return {"prompt": prompt, **columns, "extra_info": {**self.extra_info, **extra_info}}
 
 
 def pairs_from_groups(
-    groups: Iterable[ScoredGroup],
-    *,
-    pairs_per_group: int = 1,
-    min_gap: float = 0.0,
-    margins: bool = False,
+    groups: Iterable[ScoredGroup], pairs_per_group: int = 1, min_gap: float = 0.0
 ) -> list[Row]:
-    """The best and the worst completion of each group as chosen and rejected.
+    """The best and the worst completion of each group as chosen and rejected, with margin 0.
 
     With `pairs_per_group` also the second best and the second worst, and so on; each text is in one
-    pair of a group at most. A pair's scores differ by more than `min_gap`; of equal ones the first
-    counts. `margins` makes the difference the pair's `margin`, which the reward model's loss asks
-    its scores to exceed; without it that is 0. Both scores are in `extra_info`. Raises DataError
-    for a number of pairs below 1 or a negative gap.
+    pair of a group at most. A pair's scores, which are in `extra_info`, differ by more than
+    `min_gap`; of equal ones the first counts.
     """
-    if pairs_per_group < 1:
-        raise DataError(f"pairs_per_group={pairs_per_group} must be 1 or more")
-    if not min_gap >= 0:
-        raise DataError(f"min_gap={min_gap} must be 0 or more")
     rows: list[Row] = []
     for group in groups:
-        scores = _distinct(group.usable)
+        scores = group.scores
         best = sorted(scores, key=lambda text: -scores[text])  # stable: of equal ones the first
         worst = sorted(scores, key=lambda text: scores[text])
         count = min(pairs_per_group, len(scores) // 2)
@@ -277,48 +250,23 @@ def pairs_from_groups(
             high, low = scores[chosen], scores[rejected]
             if high - low <= min_gap:
                 break
-            rows.append(
-                {
-                    "prompt": [dict(message) for message in group.prompt],
-                    "chosen": chosen,
-                    "rejected": rejected,
-                    "margin": high - low if margins else 0.0,
-                    "extra_info": {**group.extra_info, "chosen_score": high, "rejected_score": low},
-                }
-            )
+            ends = {"chosen_score": high, "rejected_score": low}
+            rows.append(group.row(ends, chosen=chosen, rejected=rejected, margin=0.0))
     return rows
 
 
-def labels_from_groups(
-    groups: Iterable[ScoredGroup], *, threshold: float = 0.5, per_group: int = 0
-) -> list[Row]:
-    """Each completion with a label: good where its score is above `threshold`.
+def labels_from_groups(groups: Iterable[ScoredGroup], per_group: int = 0) -> list[Row]:
+    """Each completion with a label: good where its score is above 0.5.
 
-    Of each label at most `per_group` completions of a group (0: all), the first ones; each text
-    once. For KTO, which needs no partner: a group that is all good, or all bad, counts as well.
+    Of each label at most `per_group` completions of a group (0: all), the first ones. For KTO,
+    which needs no partner: a group that is all good, or all bad, counts as well.
     """
     rows: list[Row] = []
     for group in groups:
         taken = {True: 0, False: 0}
-        for text, score in _distinct(group.usable).items():
-            label = score > threshold
+        for text, score in group.scores.items():
+            label = score > 0.5
             taken[label] += 1
-            if per_group and taken[label] > per_group:
-                continue
-            rows.append(
-                {
-                    "prompt": [dict(message) for message in group.prompt],
-                    "completion": text,
-                    "label": label,
-                    "extra_info": {**group.extra_info, "score": score},
-                }
-            )
+            if not per_group or taken[label] <= per_group:
+                rows.append(group.row({"score": score}, completion=text, label=label))
     return rows
-
-
-def _distinct(scored: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Each text with the score that it got first."""
-    first: dict[str, float] = {}
-    for text, score in scored:
-        first.setdefault(text, score)
-    return first

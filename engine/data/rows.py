@@ -89,6 +89,11 @@ def is_utf8(value: object) -> bool:
     return json_rows.is_utf8("".join(texts))
 
 
+def is_filled(value: object) -> bool:
+    """False for a text, or messages, without words or with half of a character."""
+    return has_words(value) and is_utf8(value)
+
+
 def brief(value: object) -> str:
     """A value as a message shows it, in 80 characters at most."""
     text = repr(value[:80] if isinstance(value, str) else value)  # not of megabytes
@@ -250,7 +255,7 @@ def reward_model(row: Row, where: str) -> Row:
 def prompt_messages(cell: object, where: str) -> list[dict[str, Any]]:
     """The cell of `prompt` as messages; DataError for what is neither text nor messages."""
     messages: object = user_message(cell) if isinstance(cell, str) else cell
-    if not is_messages(messages) or not has_words(messages) or not is_utf8(messages):
+    if not is_messages(messages) or not is_filled(messages):
         raise DataError(
             f"{where}: column 'prompt' is {brief(cell)}; give a string that is not empty, or "
             'messages [{"role": "user", "content": …}] of which the last is not'
