@@ -328,7 +328,7 @@ def encode_prompts(
     template that is wrong by itself. `numbers` are those of the rows.
     """
     return [
-        _encode_row(tokenizer, prompt, f"{name}, row {i}")
+        encode_row(tokenizer, prompt, f"{name}, row {i}")
         for i, prompt in zip(numbers, prompts, strict=False)
     ]
 
@@ -353,14 +353,15 @@ def encode_short_prompts(
         if too_long and tokenizer.chat_template:  # which may leave messages out
             with refusals(tokenizer, where):
                 too_long = len(render(tokenizer, prompt, (), True)) > max_characters
-        ids = [] if too_long else _encode_row(tokenizer, prompt, where)
+        ids = [] if too_long else encode_row(tokenizer, prompt, where)
         encoded.append(None if too_long or len(ids) > limit else ids)
     return encoded
 
 
-def _encode_row(
+def encode_row(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where: str
 ) -> list[int]:
+    """Encode a row's prompt as `encode_prompt` does; errors begin with `where`."""
     with refusals(tokenizer, where):
         ids = encode_prompt(tokenizer, prompt)
         if not ids:

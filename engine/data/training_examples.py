@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -17,11 +17,10 @@ from engine.batch import Batch
 from engine.config import RowsConfig
 from engine.data.collate import collate_completions
 from engine.data.preference_rows import Kind, read_preference_rows
-from engine.data.row_files import FileRows
 from engine.data.templates import (
     encode_conversation,
-    encode_prompts,
     encode_response,
+    encode_row,
     refusals,
     with_template_variables,
 )
@@ -80,73 +79,57 @@ PreferenceExample = PairExample | LabelledExample
 E = TypeVar("E", bound=Pair | PreferenceExample | StepExample)
 
 
+class ReadOptions(TypedDict, total=False):
+    """How examples are read."""
+
+    config: RowsConfig  # names columns and templates
+    max_length: int  # tokens of an example; 0: any
+    too_long: Literal["fail", "drop"]  # longer ones are an error (default), or left out
+
+
 def read_sft_pairs(
-    paths: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    config: RowsConfig | None = None,
-    max_length: int = 0,
-    too_long: str = "fail",
+    paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Unpack[ReadOptions]
 ) -> list[Pair]:
     """Read and encode rows `{prompt, response}` of files, folders, s3://… or hf://….
 
     `prompt` is text or chat messages, `response` text. Without them, `messages` is a conversation
-    whose last message is the response. Rows of more than `max_length` tokens (0: any) are an error,
-    or left out with `too_long="drop"`. Raises DataError, in a sentence, for bad rows.
+    whose last message is the response. Raises DataError, in a sentence, for bad rows.
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, file: FileRows) -> list[Pair]:
-        prompts = [row["prompt"] for row in file.rows]
-        prompt_ids = encode_prompts(tokenizer, prompts, file.address, file.numbers)
-        responses = [encode_response(tokenizer, row["response"]) for row in file.rows]
-        return list(zip(prompt_ids, responses, strict=True))
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> Pair:
+        prompt = encode_row(tokenizer, row["prompt"], where)
+        return prompt, encode_response(tokenizer, row["response"])
 
-    return _read(paths, tokenizer, "responses", encode, config, max_length, too_long)
+    return _read(paths, tokenizer, "responses", encode, **options)
 
 
 def read_preferences(
     path: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     kind: Kind = "pairs",
-    *,
-    config: RowsConfig | None = None,
-    max_length: int = 0,
-    too_long: str = "fail",
+    **options: Unpack[ReadOptions],
 ) -> list[PreferenceExample]:
     """Read and encode the pairs, or labelled completions, of files, folders, s3://… or hf://….
 
-    `config` names columns and templates. Examples of more than `max_length` tokens (0: any) are an
-    error, or left out with `too_long="drop"`. Raises DataError, in a sentence, for bad rows.
+    Raises DataError, in a sentence, for bad rows.
 
     Examples:
         >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, file: FileRows) -> list[PreferenceExample]:
-        prompts = [row["prompt"] for row in file.rows]
-        encoded = encode_prompts(tokenizer, prompts, file.address, file.numbers)
-        examples: list[PreferenceExample] = []
-        for prompt, row in zip(encoded, file.rows, strict=True):
-            if "label" in row:
-                completion = encode_response(tokenizer, row["completion"])
-                examples.append(LabelledExample(prompt, completion, row["label"]))
-            else:
-                chosen, rejected = (
-                    encode_response(tokenizer, row[side]) for side in ("chosen", "rejected")
-                )
-                examples.append(PairExample(prompt, chosen, rejected, row["margin"]))
-        return examples
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PreferenceExample:
+        prompt = encode_row(tokenizer, row["prompt"], where)
+        if "label" in row:
+            completion = encode_response(tokenizer, row["completion"])
+            return LabelledExample(prompt, completion, row["label"])
+        chosen, rejected = (encode_response(tokenizer, row[s]) for s in ("chosen", "rejected"))
+        return PairExample(prompt, chosen, rejected, row["margin"])
 
-    return _read(path, tokenizer, kind, encode, config, max_length, too_long)
+    return _read(path, tokenizer, kind, encode, **options)
 
 
 def read_reward_pairs(
-    path: str | Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    config: RowsConfig | None = None,
-    max_length: int = 0,
-    too_long: str = "fail",
+    path: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Unpack[ReadOptions]
 ) -> list[PairExample]:
     """Read pairs as `read_preferences` does, as whole conversations for a reward model.
 
@@ -165,23 +148,20 @@ def read_reward_pairs(
         shared = max(1, min(longest, _common(chosen, rejected)))
         return PairExample(chosen[:shared], chosen[shared:], rejected[shared:], row["margin"])
 
-    return _read(path, tokenizer, "pairs", _by_row(encode), config, max_length, too_long)
+    return _read(path, tokenizer, "pairs", encode, **options)
 
 
 def read_steps(
     path: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    config: RowsConfig | None = None,
     separator: str = "\n",
-    max_length: int = 0,
-    too_long: str = "fail",
+    **options: Unpack[ReadOptions],
 ) -> list[StepExample]:
     """Read and encode rows `{prompt, completions, labels}` of files, folders, s3://… or hf://….
 
-    `completions` are the steps of a response, which `separator` joins. Rows of more than
-    `max_length` tokens (0: any) are an error, or left out with `too_long="drop"`. Raises DataError,
-    in a sentence, for bad rows. The reward `process_reward_model` ends steps at the same tokens.
+    `completions` are the steps of a response, which `separator` joins. Raises DataError, in a
+    sentence, for bad rows. The reward `process_reward_model` ends steps at the same tokens.
     """
 
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> StepExample:
@@ -198,24 +178,28 @@ def read_steps(
         first = ends[0]
         return StepExample(ids[:first], ids[first:], [end - first for end in ends], row["labels"])
 
-    return _read(path, tokenizer, "steps", _by_row(encode), config, max_length, too_long)
+    return _read(path, tokenizer, "steps", encode, **options)
 
 
 def _read(
     path: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     kind: Kind,
-    encode: Callable[[PreTrainedTokenizerBase, FileRows], list[E]],
-    config: RowsConfig | None,
-    max_length: int,
-    too_long: str,
+    encode: Callable[[PreTrainedTokenizerBase, Row, str], E],
+    *,
+    config: RowsConfig | None = None,
+    max_length: int = 0,
+    too_long: str = "fail",
 ) -> list[E]:
     """Encode the rows of all files; DataError for long ones unless they are dropped."""
     config = config or RowsConfig()
     tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
     examples: list[E] = []
     for file in read_preference_rows([path] if isinstance(path, str) else path, config, kind):
-        encoded = encode(tokenizer, file)
+        encoded = [
+            encode(tokenizer, row, f"{file.address}, row {number}")
+            for row, number in zip(file.rows, file.numbers, strict=True)
+        ]
         lengths = [_length(example) for example in encoded]
         long = [i for i, length in enumerate(lengths) if max_length and length > max_length]
         if long and too_long != "drop":
@@ -236,16 +220,6 @@ def _length(example: Pair | PreferenceExample | StepExample) -> int:
     if isinstance(example, StepExample):
         return len(example.prompt_ids) + len(example.completion_ids)
     return len(example.prompt_ids) + max(map(len, example.responses))
-
-
-def _by_row(
-    encode: Callable[[PreTrainedTokenizerBase, Row, str], E],
-) -> Callable[[PreTrainedTokenizerBase, FileRows], list[E]]:
-    """Encode a file row by row, each with the words that its errors begin with."""
-    return lambda tokenizer, file: [
-        encode(tokenizer, row, f"{file.address}, row {number}")
-        for row, number in zip(file.rows, file.numbers, strict=True)
-    ]
 
 
 def _conversation(
@@ -312,20 +286,16 @@ def collate_scored(examples: Sequence[PairExample], pad_token_id: int) -> Batch:
     That token alone is masked in: a value before it is the conversation's score. With `margin
     [2N]`, and `ref_response_log_probs [2N]` where all examples have them.
     """
+    end = [pad_token_id]
     longer = [
-        replace(
-            e,
-            chosen_ids=[*e.chosen_ids, pad_token_id],
-            rejected_ids=[*e.rejected_ids, pad_token_id],
-        )
+        replace(e, chosen_ids=e.chosen_ids + end, rejected_ids=e.rejected_ids + end)
         for e in examples
     ]
     batch = collate_preferences(longer, pad_token_id)
     mask = batch["response_mask"]
-    last = mask.sum(1).long() - 1
+    last = torch.zeros_like(mask).scatter(1, mask.sum(1, keepdim=True).long() - 1, 1.0)
     margins = torch.tensor([example.margin for example in examples]).repeat_interleave(2)
-    alone = torch.zeros_like(mask).scatter(1, last[:, None], 1.0)
-    return batch | {"response_mask": alone, "margin": margins}
+    return batch | {"response_mask": last, "margin": margins}
 
 
 def collate_steps(examples: Sequence[StepExample], pad_token_id: int) -> Batch:
