@@ -1,7 +1,7 @@
-"""Incremental data in dated folders: find the files that are new at a time, and read their rows.
+"""Incremental data in dated folders: find the files that are new at a time, and their new rows.
 
     new_files = find_new_files("s3://bucket/problems", kickoff, ledger, lookback_days=30)
-    rows = read_new_files(new_files)
+    new_rows = find_new_rows(dataset, new_files)
 
 A prefix has one folder per day, `2026-11-20/` or `dt=2026-11-20/`, with `.parquet` and `.jsonl`
 files at any depth below. A file is new at a kick-off if its day is not after the kick-off's, it was
@@ -19,10 +19,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
 
+import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
-from engine.data.rows import canonical_rows
+from engine.data.contract import truth_of
+from engine.data.rows import RULE, canonical_rows, normalise, prompt_text
+from engine.data.sources import evaluation_files
 from engine.errors import ConfigError, DataError
 from engine.storage.filesystem import Entry, Files, as_path, is_remote, translated
 from engine.storage.readers import parse_rows, read_bytes
@@ -94,6 +98,41 @@ def find_new_files(
     return NewFiles(prefix.rstrip("/"), tuple(new), late, known, waiting)
 
 
+def _dated_files(prefix: str) -> Iterator[tuple[str, date, str, Entry]]:
+    """Path, day, URI and entry of all finished data files in dated folders, by path."""
+    if not is_remote(prefix) and not as_path(prefix).is_dir():
+        raise DataError(f"retrain.path={prefix!r} does not exist; give the folder of new data")
+    with translated(prefix, DataError):
+        files = Files(prefix)
+        entries = files.find()
+    for path, entry in sorted(entries.items()):
+        day, file = _day_of(path), path.rsplit("/", 1)[-1]
+        if day and not file.startswith(_UNFINISHED) and file.lower().endswith(_SUFFIXES):
+            yield path, day, files.uri_of(entry["name"]), entry
+
+
+def _day_of(path: str) -> date | None:
+    """The day in the name of a path's first folder; None outside dated folders."""
+    folder, separator, _ = path.partition("/")
+    match = _DAY.fullmatch(folder)
+    try:
+        return date.fromisoformat(match[1]) if separator and match else None
+    except ValueError:
+        return None
+
+
+def _written(entry: Entry) -> datetime:
+    """When a file was last written: `mtime` on disks, `LastModified` in object stores."""
+    when = entry.get("LastModified") or entry.get("mtime") or entry.get("updated")
+    if isinstance(when, datetime):
+        return when if when.tzinfo else when.replace(tzinfo=UTC)
+    if isinstance(when, int | float):
+        return datetime.fromtimestamp(when, UTC)
+    raise DataError(
+        f"{entry.get('name')}: the store has no time of its last write; use a folder or s3://"
+    )
+
+
 def read_new_files(new_files: NewFiles) -> list[dict[str, object]]:
     """Read the rows of all new files in canonical form, in the order of their paths.
 
@@ -112,40 +151,52 @@ def read_new_files(new_files: NewFiles) -> list[dict[str, object]]:
     return rows
 
 
-def _dated_files(prefix: str) -> Iterator[tuple[str, date, str, Entry]]:
-    """Path, day, URI and entry of all finished data files in dated folders, by path."""
-    if not is_remote(prefix) and not as_path(prefix).is_dir():
-        raise DataError(f"retrain.path={prefix!r} does not exist; give the folder of new data")
-    with translated(prefix, DataError):
-        files = Files(prefix)
-        entries = files.find()
-    for path, entry in sorted(entries.items()):
-        day = _day_of(path)
-        file = path.rsplit("/", 1)[-1]
-        if day is None or file.startswith(_UNFINISHED) or not file.lower().endswith(_SUFFIXES):
-            continue
-        yield path, day, files.uri_of(entry["name"]), entry
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """The rows of new files that a retraining run may train on."""
+
+    rows: pd.DataFrame  # each prompt once, in the order of arrival, with all columns of the files
+    total: int  # rows in the new files, e.g. 70
+
+    @property
+    def dropped(self) -> int:
+        """Number of rows that are repeated, held out, or trained on already."""
+        return self.total - len(self.rows)
 
 
-def _day_of(path: str) -> date | None:
-    """The day in the name of a path's first folder; None outside dated folders."""
-    folder, separator, _ = path.partition("/")
-    match = _DAY.fullmatch(folder)
-    if not separator or match is None:
-        return None
-    try:
-        return date.fromisoformat(match[1])
-    except ValueError:
-        return None
+def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
+    """Read the files of `new_files` and keep the rows that are new to the dataset folder `dataset`.
+
+    Raises as `read_new_files` does.
+    """
+    arrived = pd.DataFrame(read_new_files(new_files))
+    if arrived.empty:
+        return NewRows(arrived, 0)
+    held_out = [dataset / f"{name}.parquet" for name in ("validation", "sft_validation")]
+    held_out += evaluation_files(dataset).values()
+    seen = {key for path in held_out for key in _prompt_keys(pd.read_parquet(path))}
+    train = pd.read_parquet(dataset / "train.parquet")
+    trained = set(zip(_prompt_keys(train), map(truth_of, train[RULE]), strict=True))
+    is_new = []
+    for key, rule in zip(_prompt_keys(arrived), arrived[RULE], strict=True):
+        is_new.append(key not in seen and (key, truth_of(rule)) not in trained)
+        if is_new[-1]:
+            seen.add(key)
+    return NewRows(arrived[is_new].reset_index(drop=True), len(arrived))
 
 
-def _written(entry: Entry) -> datetime:
-    """When a file was last written: `mtime` on disks, `LastModified` in object stores."""
-    when = entry.get("LastModified") or entry.get("mtime") or entry.get("updated")
-    if isinstance(when, datetime):
-        return when if when.tzinfo else when.replace(tzinfo=UTC)
-    if isinstance(when, int | float):
-        return datetime.fromtimestamp(when, UTC)
-    raise DataError(
-        f"{entry.get('name')}: the store has no time of its last write; use a folder or s3://"
-    )
+def sample_replay(old: pd.DataFrame, new: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
+    """Sample rows of `old` so that they make up `share` of the new training set.
+
+    Each prompt at most once, and none that is in `new`; fewer rows where `old` has too few.
+    """
+    keys = pd.Series(_prompt_keys(old), index=old.index, dtype=object)
+    is_candidate = ~keys.duplicated() & ~keys.isin(_prompt_keys(new))
+    candidates = old[is_candidate].reset_index(drop=True)
+    count = min(len(candidates), round(len(new) * share / (1 - share)))
+    return candidates.sample(n=count, random_state=seed)
+
+
+def _prompt_keys(frame: pd.DataFrame) -> list[str]:
+    """The text of each row's prompt, without case and spacing."""
+    return [normalise(prompt_text(prompt)) for prompt in frame["prompt"]]

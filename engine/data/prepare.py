@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.config import DataConfig
-from engine.data.decontamination import HeldOut, SeenPrompts, hold_out_files, question_text
+from engine.data.decontamination import HeldOut, SeenPrompts, question_text
 from engine.data.row_files import MappedRows, address_digest, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, as_text, is_missing, prompt_text
 from engine.data.sources import prompt_key, rl_columns
@@ -288,9 +288,7 @@ def prepare(
     """
     addresses = split_addresses(config.path, config.splits)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = config.decontaminate
-    work = _Preparation(config, folder, tokenizer, HeldOut(settings.ngram, settings.overlap))
-    hold_out_files(config, work.held_out)
+    work = _Preparation(config, folder, tokenizer, HeldOut.of(config))
     order = [split for split in ("test", "validation", "train") if split in addresses]
     cards = [work.write(split, addresses[split]) for split in order]
     digests = [address_digest(address) for split in addresses for address in addresses[split]]

@@ -17,8 +17,14 @@ import pandas as pd
 from engine.config import PipelineConfig, PromoteConfig, RetrainConfig, digest
 from engine.console import say
 from engine.data.contract import uniform_columns
-from engine.data.decontamination import NewRows, find_new_rows, sample_replay
-from engine.data.incremental_data import DataFile, NewFiles, find_new_files
+from engine.data.incremental_data import (
+    DataFile,
+    NewFiles,
+    NewRows,
+    find_new_files,
+    find_new_rows,
+    sample_replay,
+)
 from engine.data.sources import Splits, evaluation_files
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError, LineageError, TrackingError
