@@ -92,9 +92,9 @@ def _has_ground_truth(value: object) -> bool:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    is_one = isinstance(value, int | float | np.integer | np.floating)
-    is_one = is_one and not isinstance(value, bool)
-    return is_one and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
+        return False
+    return math.isfinite(value)
 
 
 def _is_amount(value: object) -> TypeGuard[float]:
@@ -150,7 +150,8 @@ KTO_ROWS = pandera.DataFrameSchema(
     {"prompt": _PROMPT, "completion": _PROSE, "label": _column(_FLAG), "extra_info": _EXTRA}
 )
 
-_BY_TYPE = {str: _TEXT, int: _COUNT, bool: _FLAG, float: _NUMBER, list[str]: _LIST}
+_BY_TYPE: dict[object, pandera.Check] = {str: _TEXT, int: _COUNT, bool: _FLAG, float: _NUMBER}
+_BY_TYPE[list[str]] = _LIST
 _EVALUATION_RULES = {  # of columns of which more is known than their type
     **dict.fromkeys(("dataset", "data_source", "prompt"), (_TEXT, _FILLED)),
     "model": (_MODEL,),
@@ -183,8 +184,8 @@ def check(frame: pd.DataFrame, schema: pandera.DataFrameSchema, name: str) -> No
     frame = frame.reset_index(drop=True)  # so that an index label is a row number
     for column in frame:  # pandera can't show what UTF-8 can't hold
         if broken := [row for row, cell in enumerate(frame[column]) if not rows.is_utf8(cell)]:
-            rule = "must hold whole characters, not half of a surrogate pair"
-            raise _breach(frame, name, column, rule, broken)
+            whole = "must hold whole characters, not half of a surrogate pair"
+            raise _breach(frame, name, column, whole, broken)
     try:
         schema.validate(frame, lazy=True)
     except SchemaErrors as errors:

@@ -10,13 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from engine.config import SamplingConfig
-from engine.data.order import EpochOrder, Order, PassRates, WeightedOrder, difficulty_of
+from engine.data.order import make_order
 from engine.data.row_files import read_rl_rows
 from engine.data.rows import Truncation, row_numbers
 from engine.data.templates import encode_prompts, encode_short_prompts
@@ -25,6 +25,9 @@ from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_LIVE = ("pass_rate", "pass_rate_recheck")  # settings of `data.sampling`
 
 
 class PromptLoader:
@@ -50,10 +53,9 @@ class PromptLoader:
     ) -> None:
         """`sampling` says how sources are mixed and how often a prompt is used.
 
-        `template_variables` are those of the chat template that its prompts are rendered with,
-        `truncation` says how the tokens of long ones are cut.
-        Raises ConfigError for weights that are not the sources', DataError without rows and for a
-        row without a difficulty.
+        `template_variables` are those of the chat template, `truncation` says how the tokens of
+        long prompts are cut. Raises ConfigError for weights that are not the sources', DataError
+        without rows and for a row without a difficulty.
         """
         if len(frame) == 0:
             raise DataError("a prompt loader got no rows; give a frame with at least one")
@@ -73,8 +75,7 @@ class PromptLoader:
         if sampling.weights or sampling.curriculum:
             self._settings |= sampling.model_dump(include={"weights", "curriculum"})
         if sampling.pass_rate is not None:
-            live = {"pass_rate", "pass_rate_recheck"}
-            self._settings |= sampling.model_dump(mode="json", include=live)
+            self._settings |= sampling.model_dump(mode="json", include=set(_LIVE))
         prompts = _as_json([row.get("prompt") for row in self._rows])
         self._digest = hashlib.sha256(prompts.encode()).hexdigest()
         self._order = make_order(self._rows, seed, shuffle, sampling, self.batch_size)
@@ -109,7 +110,7 @@ class PromptLoader:
             self._order.observe(row, rate)
 
     def state_dict(self) -> dict[str, object]:
-        """Return where the loader is: plain values, fit for JSON."""
+        """Where the loader is: plain values, fit for JSON."""
         data = {"rows": len(self._rows), "digest": self._digest}
         return self._order.state_dict() | self._settings | data
 
@@ -121,34 +122,13 @@ class PromptLoader:
         """
         present = self.state_dict()
         fixed = ("rows", "digest", "seed", "shuffle", "weights", "curriculum", "truncation")
-        for key in (*fixed, "pass_rate", "pass_rate_recheck"):
+        for key in (*fixed, *_LIVE):
             if state.get(key) != present.get(key):
                 raise DataError(
                     f"the saved loader state is of other data: {key} is {state.get(key)!r} there "
                     f"and {present.get(key)!r} here; resume with the same data, seed and order"
                 )
         self._order.load_state_dict(state)
-
-
-def make_order(
-    rows: Sequence[Mapping[str, object]],
-    seed: int,
-    shuffle: bool,
-    sampling: SamplingConfig,
-    batch_size: int,
-) -> Order:
-    """The order in which rows are drawn, in batches of about `batch_size`."""
-    difficulty = difficulty_of(rows, sampling.curriculum) if sampling.curriculum else None
-    uses, bounds, recheck = sampling.max_uses, sampling.pass_rate, sampling.pass_rate_recheck
-
-    def rates(size: int) -> PassRates | None:
-        return None if bounds is None else PassRates(size, bounds, recheck, uses, batch_size)
-
-    options: dict[str, Any] = {"shuffle": shuffle, "difficulty": difficulty, "max_uses": uses}
-    if not sampling.weights:
-        return EpochOrder(len(rows), seed, rates=rates(len(rows)), **options)
-    sources = [str(row.get("data_source")) for row in rows]
-    return WeightedOrder(sources, sampling.weights, seed, rates=rates, **options)
 
 
 def make_rl_data_loader(
@@ -159,12 +139,11 @@ def make_rl_data_loader(
     shuffle: bool = True,
     max_prompt_length: int = 0,
 ) -> PromptLoader:
-    """Read RL rows from a JSONL, JSON, CSV or Parquet file and return their loader.
+    """Read RL rows in canonical form from a JSONL, JSON, CSV or Parquet file; return their loader.
 
-    Rows are in canonical form (`engine.data.rows`); a ground truth may be absent from all of
-    them where the reward needs none. With a tokenizer, rows also get `prompt_ids` (list[int]), and
-    a prompt above `max_prompt_length` tokens (0: no limit) is refused. Raises DataError that names
-    the file and the first wrong rows.
+    A ground truth may be absent from all of them where the reward needs none. With a tokenizer,
+    rows also get `prompt_ids` (list[int]), and a prompt above `max_prompt_length` tokens (0: no
+    limit) is refused. Raises DataError that names the file and the first wrong rows.
     """
     rows = read_rl_rows(path)
     if tokenizer is not None:
