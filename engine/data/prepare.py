@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 from array import array
 from collections import Counter
@@ -15,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -36,13 +36,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-BATCH_ROWS = 4096  # a row group
-_KINDS: dict[type, pa.DataType] = {
-    bool: pa.bool_(),
-    int: pa.int64(),
-    float: pa.float64(),
-    str: pa.string(),
-}
+GROUP_ROWS = 4096  # of a Parquet file
+BATCH_ROWS = 1024  # encoded at once
+_KINDS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 
 
 class ParquetWriter:
@@ -57,14 +53,11 @@ class ParquetWriter:
         self._path = path
         self._spool = tempfile.TemporaryFile("w+", encoding="utf-8", dir=path.parent)  # noqa: SIM115
         self._kinds: dict[str, pa.DataType] = {}
-        self.rows = 0
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         with self._spool:
             if kind is None:
                 self._write()
@@ -75,12 +68,12 @@ class ParquetWriter:
         extra = {name: _plain(value) for name, value in row[EXTRA].items()}
         for name, value in extra.items():
             if value is not None:
-                kinds = {self._kinds.get(name, _KINDS[type(value)]), _KINDS[type(value)]}
+                kind = _KINDS[type(value)]
+                kinds = {self._kinds.get(name, kind), kind}
                 mixed = pa.float64() if kinds <= {pa.int64(), pa.float64()} else pa.string()
-                self._kinds[name] = kinds.pop() if len(kinds) == 1 else mixed
+                self._kinds[name] = kind if len(kinds) == 1 else mixed
         json.dump({**row, RULE: rule, EXTRA: extra}, self._spool, ensure_ascii=False)
         self._spool.write("\n")
-        self.rows += 1
 
     def _write(self) -> None:
         text = pa.string()
@@ -96,17 +89,13 @@ class ParquetWriter:
         partial = self._path.with_suffix(".partial")
         self._spool.seek(0)
         with pq.ParquetWriter(partial, schema) as writer:
-            while rows := [self._typed(line) for line in islice(self._spool, BATCH_ROWS)]:
+            while rows := list(map(json.loads, islice(self._spool, GROUP_ROWS))):
+                for extra in (row[EXTRA] for row in rows):
+                    for name, value in extra.items():
+                        if value is not None and self._kinds[name] == text:
+                            extra[name] = as_text(value)
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
         partial.rename(self._path)
-
-    def _typed(self, line: str) -> dict[str, Any]:
-        row: dict[str, Any] = json.loads(line)
-        extra = row[EXTRA]
-        for name, value in extra.items():
-            if value is not None and self._kinds[name] == pa.string():
-                extra[name] = as_text(value)
-        return row
 
 
 def _plain(value: object) -> object:
@@ -141,15 +130,18 @@ class SplitCard:
             for column in ("response", "chosen", "rejected", "completion"):
                 if column in row:
                     shown[column] = str(row[column])[:SHOWN_CHARACTERS]
-            if isinstance(rule := row.get(RULE), Mapping):
-                shown[TRUTH] = str(rule.get(TRUTH))[:SHOWN_CHARACTERS]
+            if RULE in row:
+                shown[TRUTH] = str(row[RULE].get(TRUTH))[:SHOWN_CHARACTERS]
             self.samples.append(json.dumps(shown, ensure_ascii=False))
 
 
 def card_markdown(
     source: str, digest: str, splits: Sequence[SplitCard], notes: Sequence[str] = ()
 ) -> str:
-    """The card as Markdown. `digest` is the source's; `notes` are sentences for the end."""
+    """The card as Markdown. `digest` is the source's; `notes` are sentences for the end.
+
+    Every split has rows.
+    """
     reasons = list(dict.fromkeys(reason for card in splits for reason in card.left_out))
     head = ["split", "rows", "least", "median", "mean", "95 %", "most", *reasons, "SHA-256"]
     table = [head, ["---"] * len(head), *(_figures(card, reasons) for card in splits)]
@@ -179,34 +171,24 @@ def card_html(markdown: str) -> str:
 
 def _figures(card: SplitCard, reasons: Sequence[str]) -> list[str]:
     lengths = np.asarray(card.lengths)
-    if not len(lengths):
-        cells = ["0", "", "", "", "", ""]
-    else:
-        median, high = np.percentile(lengths, [50, 95])
-        figures = (lengths.min(), median, lengths.mean(), high, lengths.max())
-        cells = [f"{len(lengths):,}", *(f"{figure:,.0f}" for figure in figures)]
-    counts = [f"{card.left_out[reason]:,}" for reason in reasons]
-    return [card.name, *cells, *counts, f"`{card.digest[:16]}`" if card.digest else ""]
+    median, high = np.percentile(lengths, [50, 95])
+    figures = (len(lengths), lengths.min(), median, lengths.mean(), high, lengths.max())
+    counts = (card.left_out[reason] for reason in reasons)
+    cells = [f"{figure:,.0f}" for figure in (*figures, *counts)]
+    return [card.name, *cells, f"`{card.digest[:16]}`"]
 
 
 def _histogram(card: SplitCard) -> list[str]:
-    if not len(card.lengths):
-        return []
     counts, edges = np.histogram(np.asarray(card.lengths), bins=BINS)
-    highest = max(counts)
     bars = [
-        f"{edges[i]:>10,.0f} {'█' * -(-int(count) * BAR // int(highest))} {count:,}".rstrip()
-        for i, count in enumerate(counts)
+        f"{edge:>10,.0f} {'█' * math.ceil(count * BAR / counts.max())} {count:,}".rstrip()
+        for edge, count in zip(edges[:-1], counts, strict=True)
     ]
     return ["", f"Rows by the prompt's {card.unit}, from:", "", "```", *bars, "```"]
 
 
 def _inline(text: str) -> str:
     return " ".join(text.split())
-
-
-_BATCH_ROWS = 1024  # encoded at once
-_NO_LIMIT = 1 << 40
 
 
 @dataclass
@@ -224,12 +206,11 @@ class _Preparation:
         texts: list[str] = []
         with ParquetWriter(path) as writer:
             for number, row, length in self._measured(self._new_rows(addresses, card), card):
-                row = rl_columns(row, number, split)
-                writer.add(row)
+                writer.add(rl_columns(row, number, split))
                 card.add(row, length)
                 if split != "train":
                     texts.append(question_text(row["prompt"]))
-            if not writer.rows:
+            if not card.lengths:
                 counts = ", ".join(f"{count} {reason}" for reason, count in card.left_out.items())
                 reasons = "; ".join([counts or "there was none", *self.notes])
                 raise DataError(f"{split}: no row is left; {reasons}")
@@ -262,8 +243,8 @@ class _Preparation:
         self, rows: Iterator[tuple[int, Row]], card: SplitCard
     ) -> Iterator[tuple[int, Row, int]]:
         """Rows with their prompts' lengths; those over `data.max_prompt_length` are left out."""
-        limit = self.config.max_prompt_length or _NO_LIMIT
-        while batch := list(islice(rows, _BATCH_ROWS)):
+        limit = self.config.max_prompt_length or 1 << 40
+        while batch := list(islice(rows, BATCH_ROWS)):
             numbers, prompts = [number for number, _ in batch], [row["prompt"] for _, row in batch]
             if self.tokenizer is None:
                 lengths = [len(prompt_text(prompt)) for prompt in prompts]
