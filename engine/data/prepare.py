@@ -138,10 +138,7 @@ class SplitCard:
 def card_markdown(
     source: str, digest: str, splits: Sequence[SplitCard], notes: Sequence[str] = ()
 ) -> str:
-    """The card as Markdown. `digest` is the source's; `notes` are sentences for the end.
-
-    Every split has rows.
-    """
+    """The card as Markdown: `digest` is the source's, `notes` end it, and all splits have rows."""
     reasons = list(dict.fromkeys(reason for card in splits for reason in card.left_out))
     head = ["split", "rows", "least", "median", "mean", "95 %", "most", *reasons, "SHA-256"]
     table = [head, ["---"] * len(head), *(_figures(card, reasons) for card in splits)]
