@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pandas as pd
@@ -40,7 +41,7 @@ from engine.rollout.protocol import SamplingParams
 
 
 def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
-    """Return the settings of RL with the reward model in `folder` as the only reward that counts.
+    """The settings of RL with the reward model in `folder` as the only reward that counts.
 
     A classifier's score is its logit, a language model's the completion's log-prob. The configured
     reward, the true one, is measured beside it with components of weight 0, and says which
@@ -65,7 +66,7 @@ def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
 
 
 def reward_of(folder: str) -> str:
-    """Return the name of the reward that scores by the reward model in `folder`."""
+    """The name of the reward that scores by the reward model in `folder`."""
     kinds: list[str] = []
     with suppress(ModelError):  # loading it says what is wrong
         kinds = load_model_config(folder).architectures or []
@@ -73,9 +74,8 @@ def reward_of(folder: str) -> str:
 
 
 def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
-    """Return whether each of N pairs' chosen response has the higher score, `[N]` bool.
+    """Whether each of N pairs' chosen response has the higher score, as in RL, `[N]` bool.
 
-    pairs: rows with `prompt` (messages), `chosen` and `rejected`, scored as in RL.
     Equal scores are no right ranking. Raises RewardError for a folder that is no reward model.
     """
     reward: Callable[..., object] = resolve_reward(reward_of(str(folder)), {"model": str(folder)})
@@ -138,13 +138,12 @@ def read_preference_tables(
 
 
 def _held_out_prompts(prompts: Iterable[str], size: int, seed: int) -> set[str]:
-    """Return prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
-    rows = Counter(prompts)
+    """Prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
+    rows, apart = Counter(prompts), set[str]()
 
     def draw(prompt: str) -> bytes:
         return hashlib.blake2b(f"{seed}/{prompt}".encode(), digest_size=8).digest()
 
-    apart: set[str] = set()
     for prompt in sorted(rows, key=draw):
         if size <= 0:
             break
@@ -159,30 +158,8 @@ COLUMNS: dict[Kind, list[str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class RankedRollouts:
-    """Preferences, and the rollouts that they were made of."""
-
-    rows: pd.DataFrame  # of `COLUMNS`
-    prompts: int
-    without_pair: int  # prompts that gave no row, e.g. as their completions are worth the same
-    unusable: int  # completions that were cut off, are empty, or could not be scored
-    mean_score: float
-    correct: float  # share of right completions, 0 to 1
-
-    def metrics(self) -> dict[str, float]:
-        """Return them as a stage records them."""
-        return {
-            "prompts": float(self.prompts),
-            "prompts_without_pair": float(self.without_pair),
-            "completions_unusable": float(self.unusable),
-            "score_mean": self.mean_score,
-            "correct": self.correct,
-        }
-
-
 def layout_of(config: PairsConfig) -> EvaluateConfig:
-    """Return how the policy is sampled from, in the terms of an evaluation."""
+    """How the policy is sampled from, in the terms of an evaluation."""
     return EvaluateConfig(engine=config.engine, parallel=config.parallel)
 
 
@@ -202,23 +179,21 @@ def rank_rollouts(
     max_response_length: int,
     seed: int,
     on_progress: Callable[[int], None] | None = None,
-) -> RankedRollouts:
+) -> tuple[pd.DataFrame, dict[str, float]]:
     """Sample `config.n` completions of each prompt of RL rows, score them, and rank them.
 
-    A pair is the best and the worst of them, with both rewards in `extra_info`; its `margin`, which
-    a reward model's loss would use, is 0. With labels, right completions are good. Several GPUs of
-    this machine, or `config.parallel`, share the prompts. `on_progress(n)` is called with the
-    number of finished completions. Raises what `decode_passes` and the scorer raise.
+    Returns rows of `COLUMNS`, and metrics of the rollouts. A pair is the best and the worst of
+    them; its `margin`, which a reward model's loss would use, is 0. With labels, right completions
+    are good. Several GPUs of this machine, or `config.parallel`, share the prompts.
+    `on_progress(n)` is called with the number of finished completions. Raises what `decode_passes`
+    and the scorer raise.
     """
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, rows["prompt"], "train")
-    n, per_prompt = config.n, config.pairs_a_prompt
+    n, per_prompt, temperature = config.n, config.pairs_a_prompt, config.temperature
     params = SamplingParams(
-        n=n,
-        max_new_tokens=max_response_length,
-        temperature=config.temperature,
-        seed=seed,
+        n=n, max_new_tokens=max_response_length, temperature=temperature, seed=seed
     )
     questions, columns = scorer_inputs(rows, prompts)
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
@@ -239,11 +214,13 @@ def rank_rollouts(
         if kind == "labels"
         else pairs_from_groups(groups, pairs_per_group=per_prompt, min_gap=config.margin)
     )
-    return RankedRollouts(
-        pd.DataFrame(ranked, columns=COLUMNS[kind]),
-        len(groups),
-        len(groups) - len({row["extra_info"]["row"] for row in ranked}),
-        len(judged) - sum(map(len, usable)),
-        float(np.mean([completion.score for completion in judged])),
-        float(np.mean([completion.correct for completion in judged])),
-    )
+    with_row = {row["extra_info"]["row"] for row in ranked}
+    metrics: dict[str, float] = {
+        "prompts": len(groups),
+        "prompts_without_pair": len(groups) - len(with_row),  # e.g. as all are worth the same
+        "completions_unusable": len(judged) - sum(map(len, usable)),
+        "score_mean": fmean(completion.score for completion in judged),
+        "correct": fmean(completion.correct for completion in judged),
+    }
+    metrics = {name: float(value) for name, value in metrics.items()}
+    return pd.DataFrame(ranked, columns=COLUMNS[kind]), metrics

@@ -54,10 +54,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, config: DataConfig) -> HeldOut:
-        """With the prompts of the evaluation sets in `data.decontaminate.against`.
-
-        Raises DataError where one can't be read, or has bad rows.
-        """
+        """With the prompts of the evaluation sets in `data.decontaminate.against`."""
         settings = config.decontaminate
         held_out = cls(settings.ngram, settings.overlap)
         for address in settings.against:
@@ -103,8 +100,7 @@ class HeldOut:
 def without_held_out(splits: Splits, config: DataConfig) -> Splits:
     """The splits, where no training prompt is in a held-out one, nor a validation prompt in test.
 
-    The splits' evaluation sets and those of `config.decontaminate.against` are held out of both.
-    What was left out is in the notes. Raises DataError where no row of a split is left.
+    Evaluation sets are held out of both. Raises DataError where no row of a split is left.
     """
     held_out = HeldOut.of(config)
     for prompt in (p for frame in splits.evaluation.values() for p in frame["prompt"]):

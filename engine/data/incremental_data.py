@@ -136,8 +136,7 @@ def _written(entry: Entry) -> datetime:
 def read_new_files(new_files: NewFiles) -> list[dict[str, object]]:
     """Read the rows of all new files in canonical form, in the order of their paths.
 
-    Raises DataError when a file is unreadable, or has changed since it was found, and for a row
-    without a canonical form or a ground truth; StorageError when the store doesn't answer.
+    Raises DataError for a file that has changed since it was found, and for an unusable row.
     """
     rows: list[dict[str, object]] = []
     for file in new_files.files:
@@ -165,10 +164,7 @@ class NewRows:
 
 
 def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
-    """Read the files of `new_files` and keep the rows that are new to the dataset folder `dataset`.
-
-    Raises as `read_new_files` does.
-    """
+    """Read the new files and keep the rows that are new to a dataset's folder."""
     arrived = pd.DataFrame(read_new_files(new_files))
     if arrived.empty:
         return NewRows(arrived, 0)

@@ -12,13 +12,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pandas as pd
 
-from engine.config import SamplingConfig
+from engine.config import RowsConfig, SamplingConfig
 from engine.data.order import make_order
-from engine.data.row_files import read_rl_rows
-from engine.data.rows import Truncation, row_numbers
+from engine.data.row_files import read_file_rows
+from engine.data.rows import Truncation, plain, row_numbers
 from engine.data.templates import encode_prompts, encode_short_prompts
 from engine.errors import ConfigError, DataError
 from engine.storage.json_rows import Row
@@ -98,10 +97,7 @@ class PromptLoader:
         return self._order.epoch
 
     def next_batch(self) -> list[Row]:
-        """Return the next `batch_size` rows, each a dict of the frame's columns.
-
-        Raises DataError where too few prompts may be used again (`sampling.max_uses`).
-        """
+        """The next `batch_size` rows; DataError where too few may be used again."""
         return [dict(self._rows[self._order.next()]) for _ in range(self.batch_size)]
 
     def observe(self, prompt: object, rate: float) -> None:
@@ -145,7 +141,7 @@ def make_rl_data_loader(
     rows also get `prompt_ids` (list[int]), and a prompt above `max_prompt_length` tokens (0: no
     limit) is refused. Raises DataError that names the file and the first wrong rows.
     """
-    rows = read_rl_rows(path)
+    rows = read_file_rows(str(path), RowsConfig()).rows
     if tokenizer is not None:
         add_prompt_ids(rows, tokenizer, max_prompt_length, str(path))
     return PromptLoader(frame_of(rows), batch_size, seed, shuffle)
@@ -190,9 +186,4 @@ def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
 
 
 def _as_json(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=_plain)
-
-
-def _plain(value: object) -> object:
-    """Let JSON write what a frame read from Parquet holds: arrays instead of lists."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)
+    return json.dumps(value, sort_keys=True, default=plain)

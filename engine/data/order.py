@@ -104,10 +104,7 @@ class PassRates:
 
 
 def observed_rates(batch: Batch) -> Iterator[tuple[object, float]]:
-    """Each group's prompt (messages) and the share of right ones of its scored completions.
-
-    `batch` has `group_ids` and `reward_error` `[B]`, and the columns `prompt` and `reward_correct`.
-    """
+    """Each group's prompt (messages) and the share of right ones of its scored completions."""
     right, scored = batch.columns["reward_correct"].astype(float), ~batch["reward_error"]
     groups = batch["group_ids"]
     for group in groups.unique().tolist():
@@ -276,10 +273,7 @@ def make_order(
     sampling: SamplingConfig,
     batch_size: int,
 ) -> Order:
-    """The order in which rows are drawn, in batches of about `batch_size`.
-
-    Raises ConfigError where the weights are not of the rows' sources.
-    """
+    """The order in which rows are drawn, in batches of about `batch_size`."""
     difficulty = difficulty_of(rows, sampling.curriculum) if sampling.curriculum else None
     bounds, recheck, uses = sampling.pass_rate, sampling.pass_rate_recheck, sampling.max_uses
     weights = sampling.weights

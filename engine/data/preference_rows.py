@@ -37,8 +37,7 @@ def read_preference_rows(
 ) -> list[FileRows]:
     """Read the rows of files, folders, s3://… or hf://…, an entry a file, all of one kind.
 
-    A pair gives two rows with labels where labels are asked for. Raises DataError for bad rows
-    where `config.bad_rows` is "fail", with their numbers and the reason of the first.
+    A pair gives two rows with labels where labels are asked for. Raises as `MappedRows` does.
     """
     mapper = PreferenceMapper(config, kind)
     files = []

@@ -294,10 +294,7 @@ class RowMapper:
 
 
 def last_boxed(text: str) -> str:
-    """The filter `boxed`: what is in the last `\\boxed{…}` or `\\fbox{…}` of a text.
-
-    Raises ValueError where there is none, or its braces don't close.
-    """
+    """The filter `boxed`: what is in the last `\\boxed{…}` or `\\fbox{…}`; ValueError for none."""
     start = max(text.rfind(mark) + len(mark) if mark in text else -1 for mark in _BOXES)
     depth = 1
     for at in range(start, len(text)) if start >= 0 else ():
@@ -358,10 +355,7 @@ class MappedRows:
         need_truth: bool = False,
         mapper: Callable[[Row, str], Row] | None = None,
     ) -> None:
-        """`mapper` makes rows canonical; None: as RL rows.
-
-        A row without a ground truth is bad with `need_truth`.
-        """
+        """`mapper` makes rows canonical; None: as RL rows, which may `need_truth`."""
         self.address = address
         self._policy, self._need_truth = config.bad_rows, need_truth
         self._map = mapper or RowMapper(config)
@@ -406,10 +400,7 @@ class MappedRows:
         )
 
     def refuse_without_truth(self, numbers: Sequence[int]) -> None:
-        """Count rows as bad that have no ground truth where others have; raise where none may be.
-
-        They are rows that were given out.
-        """
+        """Count rows that were given out as bad: they have no ground truth, and others have."""
         error = rows.missing_truths(self.address, numbers, self._total)
         if self._policy == "fail":
             raise error
@@ -444,11 +435,6 @@ class FileRows:
     notes: list[str]  # what was left out, a sentence; may be empty
 
 
-def read_rl_rows(path: str | Path) -> list[Row]:
-    """Read the rows of a file in canonical form; DataError names the first row that has none."""
-    return read_file_rows(str(path), RowsConfig()).rows
-
-
 def read_file_rows(address: str, config: RowsConfig) -> FileRows:
     """Read all rows of a file, an s3:// object or a dataset of the hub in canonical form.
 
@@ -466,10 +452,7 @@ def read_file_rows(address: str, config: RowsConfig) -> FileRows:
 
 
 def data_files(address: str) -> list[str]:
-    """The files that an address stands for: itself, or of a folder the data files right in it.
-
-    Raises DataError for a folder without any.
-    """
+    """The files of an address: itself, or of a folder the data files right in it, at least one."""
     is_folder = not is_remote(address) and as_path(address).is_dir()
     if address.startswith(HUB) or is_data_file(address) or not (is_remote(address) or is_folder):
         return [address]

@@ -112,10 +112,10 @@ def as_text(value: object) -> str:
         return value
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return json.dumps(value, default=_plain, sort_keys=True, ensure_ascii=False)
+    return json.dumps(value, default=plain, sort_keys=True, ensure_ascii=False)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Let JSON write what a frame read from Parquet holds."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 

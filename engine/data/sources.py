@@ -172,10 +172,7 @@ class Files:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def load(self, config: DataConfig, seed: int) -> Splits:
-        """Read all splits; each prompt is in one of them, once.
-
-        Raises DataError for bad rows where `data.bad_rows` is "fail", and where no row is left.
-        """
+        """Read all splits; each prompt is in one of them, once."""
         uri, config = config.path, self.settings(config)
         addresses = split_addresses(config.path, config.splits)
         pool = _Pool(config, seed)
@@ -298,10 +295,7 @@ def _sft_frame(rows: Sequence[_Read], split: str) -> pd.DataFrame:
 def read_evaluation_sets(
     config: DataConfig, seed: int
 ) -> tuple[dict[str, pd.DataFrame], tuple[str, ...]]:
-    """The rows of every set by name, and what was left out, a sentence each.
-
-    Raises DataError for a set without a row, and for bad rows where `data.bad_rows` is "fail".
-    """
+    """The rows of every set by name, at least one each, and what was left out, a sentence each."""
     frames, notes = {}, list[str]()
     for settings in config.evaluation_sets:
         rows, size = _evaluation_rows(settings, config, notes), settings.size

@@ -121,10 +121,7 @@ class ControlTokens:
         return value
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode text with stand-ins: they become the text that they stand for, never a token.
-
-        Raises DataError for a tokenizer that can't tell the two apart.
-        """
+        """Encode text with stand-ins, which become the text that they stand for, never a token."""
         originals = {stand_in: spelling for spelling, stand_in in self._stand_ins.items()}
         text = self._spelled.sub(lambda match: self._aliases[match[0]], text)
         text = self._stood_in.sub(lambda match: originals[match[0]], text)

@@ -15,15 +15,9 @@ import torch
 
 from engine.batch import Batch
 from engine.config import RowsConfig
+from engine.data import templates
 from engine.data.collate import collate_completions
 from engine.data.preference_rows import Kind, read_preference_rows
-from engine.data.templates import (
-    encode_conversation,
-    encode_response,
-    encode_row,
-    refusals,
-    with_template_variables,
-)
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 
@@ -97,8 +91,8 @@ def read_sft_pairs(
     """
 
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> Pair:
-        prompt = encode_row(tokenizer, row["prompt"], where)
-        return prompt, encode_response(tokenizer, row["response"])
+        prompt = templates.encode_row(tokenizer, row["prompt"], where)
+        return prompt, templates.encode_response(tokenizer, row["response"])
 
     return _read(paths, tokenizer, "responses", encode, **options)
 
@@ -111,18 +105,17 @@ def read_preferences(
 ) -> list[PreferenceExample]:
     """Read and encode the pairs, or labelled completions, of files, folders, s3://… or hf://….
 
-    Raises DataError, in a sentence, for bad rows.
-
-    Examples:
-        >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
+    >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
     """
 
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PreferenceExample:
-        prompt = encode_row(tokenizer, row["prompt"], where)
+        prompt = templates.encode_row(tokenizer, row["prompt"], where)
         if "label" in row:
-            completion = encode_response(tokenizer, row["completion"])
+            completion = templates.encode_response(tokenizer, row["completion"])
             return LabelledExample(prompt, completion, row["label"])
-        chosen, rejected = (encode_response(tokenizer, row[s]) for s in ("chosen", "rejected"))
+        chosen, rejected = (
+            templates.encode_response(tokenizer, row[s]) for s in ("chosen", "rejected")
+        )
         return PairExample(prompt, chosen, rejected, row["margin"])
 
     return _read(path, tokenizer, kind, encode, **options)
@@ -193,7 +186,7 @@ def _read(
 ) -> list[E]:
     """Encode the rows of all files; DataError for long ones unless they are dropped."""
     config = config or RowsConfig()
-    tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
+    tokenizer = templates.with_template_variables(tokenizer, config.apply_chat_template_kwargs)
     examples: list[E] = []
     for file in read_preference_rows([path] if isinstance(path, str) else path, config, kind):
         encoded = [
@@ -225,9 +218,9 @@ def _length(example: Pair | PreferenceExample | StepExample) -> int:
 def _conversation(
     tokenizer: PreTrainedTokenizerBase, row: Row, response: str, where: str
 ) -> list[int]:
-    with refusals(tokenizer, where):
+    with templates.refusals(tokenizer, where):
         turns = [*row["prompt"], {"role": "assistant", "content": response}]
-        return encode_conversation(tokenizer, turns)
+        return templates.encode_conversation(tokenizer, turns)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -237,10 +230,7 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def with_others(examples: Sequence[LabelledExample]) -> list[LabelledExample]:
-    """Give each example the completion of the next one with another prompt, for KTO's estimate.
-
-    Raises DataError where all prompts are the same.
-    """
+    """Give each example the completion of the next one with another prompt, for KTO's estimate."""
     prompts = [tuple(example.prompt_ids) for example in examples]
     if len(set(prompts)) < 2:
         raise DataError("KTO needs rows with two prompts or more; give rows with other prompts")
@@ -265,8 +255,7 @@ def examples_digest(examples: Sequence[PreferenceExample]) -> str:
 def collate_preferences(examples: Sequence[PreferenceExample], pad_token_id: int) -> Batch:
     """Make two rows an example, the second one right after the first.
 
-    With `ref_response_log_probs [2N]` where all have them, and of labelled completions `desirable
-    [2N]` bool.
+    With `ref_response_log_probs [2N]` where all have them, and of labels `desirable [2N]` bool.
     """
     responses = [ids for example in examples for ids in example.responses]
     batch = _padded([e.prompt_ids for e in examples], responses, pad_token_id)

@@ -105,8 +105,7 @@ class Sample:
 def pick(batch: Batch, step: int, split: str, count: int) -> Sample:
     """Copy at most `count` rows: whole groups, as far as they fit.
 
-    Groups are chosen by a digest of their prompt, so that one which comes again in a later step is
-    likely to be in that sample too, and can be compared.
+    They are chosen by a digest of their prompt: one that comes again is likely to be there, too.
     """
     groups: list[int] = batch["group_ids"].tolist()
     ranks: dict[int, tuple[bytes, int]] = {}  # by group: digest of its prompt, its first row

@@ -101,7 +101,7 @@ def sample_tables(
             def report(done: int, start: int = before) -> None:
                 bar.update(start + done - bar.count)
 
-            ranked = rank_rollouts(
+            tables[name], measured = rank_rollouts(
                 policy,
                 frame,
                 config,
@@ -111,8 +111,7 @@ def sample_tables(
                 on_progress=report,
             )
             before += len(frame) * config.n
-            tables[name] = ranked.rows
-            metrics = metrics or ranked.metrics()
+            metrics = metrics or measured
     if tables["train"].empty:
         raise DataError(
             f"no prompt of {len(frames['train'])} has two completions whose rewards differ by more "
