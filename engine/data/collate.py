@@ -39,10 +39,7 @@ def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
 
 
 def shared_prompt_batches(
-    groups: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    prompts: Sequence[int],
-    max_tokens: int,
+    groups: Sequence[Sequence[int]], lengths: Sequence[int], prompts: Sequence[int], max_tokens: int
 ) -> list[list[int]]:
     """Batch the rows of `groups`, which share their prompts, within `max_tokens` packed tokens.
 

@@ -118,17 +118,16 @@ def without_held_out(splits: Splits, config: DataConfig) -> Splits:
 def _without(frame: pd.DataFrame, held_out: HeldOut, name: str, notes: list[str]) -> pd.DataFrame:
     matches = [held_out.find(question_text(prompt)) for prompt in frame["prompt"]]
     exact, near = matches.count("exact"), matches.count("near")
-    if not exact + near:
-        return frame
-    if exact + near == len(frame):
+    if matches and exact + near == len(frame):
         raise DataError(
             f"{name}: all its prompts are in held-out ones; give others, or set "
             "data.decontaminate.overlap higher"
         )
-    notes.append(
-        f"{name}: {exact + near} prompts are in held-out ones ({exact} with the same words, {near} "
-        "nearly) and left out"
-    )
+    if exact + near:
+        notes.append(
+            f"{name}: {exact + near} prompts are in held-out ones ({exact} with the same words, "
+            f"{near} nearly) and left out"
+        )
     return frame[[not match for match in matches]].reset_index(drop=True)
 
 

@@ -194,5 +194,4 @@ def sample_replay(old: pd.DataFrame, new: pd.DataFrame, share: float, seed: int)
 
 
 def _prompt_keys(frame: pd.DataFrame) -> list[str]:
-    """The text of each row's prompt, without case and spacing."""
     return [normalise(prompt_text(prompt)) for prompt in frame["prompt"]]

@@ -88,7 +88,6 @@ class PromptLoader:
         return len(self._rows)
 
     def rows(self) -> list[Row]:
-        """All rows, in the order of the frame."""
         return [dict(row) for row in self._rows]
 
     @property

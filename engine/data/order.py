@@ -54,11 +54,9 @@ class PassRates:
         self.chosen = np.ones(size, bool)  # of the present epoch
 
     def observe(self, row: int, rate: float) -> None:
-        """Note the share of right completions that a row has just had."""
         self._rate[row] = rate
 
     def use(self, row: int) -> None:
-        """A row is given out."""
         self._uses[row] += 1
 
     def begin_epoch(self) -> None:
@@ -145,7 +143,6 @@ class EpochOrder:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the next row comes from."""
         return self._epoch
 
     @property

@@ -2,8 +2,7 @@
 
 A pair is `{prompt, chosen, rejected, margin}`, a labelled row `{prompt, completion, label}`, one
 of steps `{prompt, completions, labels}`: `prompt` is chat messages, responses are text. Files may
-have messages as responses, with or without the conversation before them. Tokens are made in
-`training_examples`.
+have messages as responses, with or without the conversation before them.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def _pair_row(row: Row, where: str) -> Row:
     if chosen == rejected:
         raise DataError(f"{where}: columns 'chosen' and 'rejected' are the same; remove the row")
     margin: Any = 0.0 if is_missing(row.get("margin")) else row["margin"]
-    is_number = not isinstance(margin, bool) and isinstance(margin, int | float | np.number)
+    is_number = isinstance(margin, int | float | np.number) and not isinstance(margin, bool)
     if not is_number or not math.isfinite(margin):
         raise DataError(f"{where}: column 'margin' is {brief(margin)}; give a finite number")
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": float(margin)}
@@ -106,7 +105,7 @@ def _steps_row(row: Row, where: str) -> Row:
     prompt = _prompt(row, where)
     if prompt is None:
         raise _missing("prompt", row, where)
-    cells = [_cell(row, name, where) for name in ("completions", "labels")]
+    cells = (_cell(row, name, where) for name in ("completions", "labels"))
     steps, labels = (list(c) if isinstance(c, list | tuple | np.ndarray) else [] for c in cells)
     if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
         raise DataError(
@@ -225,7 +224,6 @@ class ScoredGroup:
     extra_info: Mapping[str, object] = field(default_factory=dict)  # e.g. {"policy_version": 12}
 
     def row(self, extra_info: Mapping[str, object], **columns: object) -> Row:
-        """A row of these columns and the prompt."""
         prompt = [dict(message) for message in self.prompt]
         return {"prompt": prompt, **columns, "extra_info": {**self.extra_info, **extra_info}}
 

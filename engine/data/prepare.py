@@ -63,7 +63,6 @@ class ParquetWriter:
                 self._write()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take a row."""
         rule = {name: as_text(value) for name, value in row[RULE].items() if not is_missing(value)}
         extra = {name: _plain(value) for name, value in row[EXTRA].items()}
         for name, value in extra.items():
@@ -123,7 +122,6 @@ class SplitCard:
     digest: str = ""  # SHA-256 of the split's file
 
     def add(self, row: Mapping[str, Any], length: int) -> None:
-        """Count a row."""
         self.lengths.append(length)
         if len(self.samples) < SAMPLES:
             shown = {"prompt": prompt_text(row["prompt"])[:SHOWN_CHARACTERS]}

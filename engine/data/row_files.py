@@ -1,9 +1,8 @@
 """Rows of files and hub datasets: which files are which split, their columns by name, and bad rows.
 
-Reads JSONL, JSON, CSV, Parquet and datasets of the Hugging Face hub, by the address
-`hf://ID[@REVISION][:SUBSET[:SPLIT]]`: an empty subset is the dataset's default, a split may be a
-slice such as `train[:10%]`. Columns are mapped to the contract; rows that can't be used are refused
-or counted (`data.bad_rows`). `MappedRows` streams, `read_file_rows` returns all.
+A dataset of the Hugging Face hub has the address `hf://ID[@REVISION][:SUBSET[:SPLIT]]`: an empty
+subset is its default, a split may be a slice such as `train[:10%]`. `MappedRows` streams,
+`read_file_rows` returns all.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -37,8 +36,7 @@ _ADDRESS = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-@dataclass(frozen=True, slots=True)
-class HubDataset:
+class HubDataset(NamedTuple):
     """What an address names."""
 
     id: str  # e.g. "openai/gsm8k"
@@ -67,9 +65,8 @@ def hub_commit(dataset: HubDataset) -> str:
 
     try:
         # Asked with a deadline: a download would wait without end for a silent network.
-        info = HfApi().dataset_info(
-            dataset.id, revision=dataset.revision or None, timeout=HUB_TIMEOUT_S
-        )
+        revision = dataset.revision or None
+        info = HfApi().dataset_info(dataset.id, revision=revision, timeout=HUB_TIMEOUT_S)
     except (OSError, HTTPError, HFValidationError) as error:
         raise DataError(
             f"the Hugging Face hub gives no dataset {dataset.id!r}"
@@ -85,10 +82,8 @@ def hub_splits(dataset: HubDataset) -> list[str]:
     from datasets import get_dataset_split_names
 
     with _refusals(dataset):
-        names = get_dataset_split_names(
-            dataset.id, dataset.subset or None, revision=hub_commit(dataset)
-        )
-    return [str(name) for name in names]
+        commit = hub_commit(dataset)
+        return get_dataset_split_names(dataset.id, dataset.subset or None, revision=commit)
 
 
 def hub_rows(address: str) -> Iterator[Numbered]:
@@ -215,7 +210,6 @@ def address_digest(address: str) -> str:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
-_BOXES = ("\\boxed{", "\\fbox{")
 _CONVERSATIONS = ("prompt", "chosen", "rejected", "completion")  # columns of messages, or text
 LONGEST_TEXT = 4_000_000  # characters of one cell: a million tokens, more than any model reads
 
@@ -295,12 +289,12 @@ class RowMapper:
 
 def last_boxed(text: str) -> str:
     """The filter `boxed`: what is in the last `\\boxed{…}` or `\\fbox{…}`; ValueError for none."""
-    start = max(text.rfind(mark) + len(mark) if mark in text else -1 for mark in _BOXES)
+    boxes = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\{", text)]
     depth = 1
-    for at in range(start, len(text)) if start >= 0 else ():
+    for at in range(boxes[-1], len(text)) if boxes else ():
         depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
         if not depth:
-            return text[start:at]
+            return text[boxes[-1] : at]
     raise ValueError("there is no \\boxed{…}")
 
 

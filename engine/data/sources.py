@@ -44,7 +44,6 @@ class Splits:
     evaluation: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # further test sets
 
     def frames(self) -> dict[str, pd.DataFrame]:
-        """The five tables by name."""
         names = ("sft_train", "sft_validation", "train", "validation", "test")
         return {name: getattr(self, name) for name in names}
 

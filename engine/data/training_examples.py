@@ -39,7 +39,6 @@ class PairExample:
 
     @property
     def responses(self) -> tuple[list[int], list[int]]:
-        """The responses of its two rows."""
         return self.chosen_ids, self.rejected_ids
 
 
@@ -55,7 +54,6 @@ class LabelledExample:
 
     @property
     def responses(self) -> tuple[list[int], list[int]]:
-        """The responses of its two rows."""
         return self.completion_ids, self.other_ids or self.completion_ids
 
 

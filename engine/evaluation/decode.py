@@ -33,7 +33,6 @@ from engine.workers.evaluator import EpisodeEvaluationWorker, EvaluationWorker
 from engine.workers.role import WorkerContext
 
 GIB = 1 << 30
-WEIGHT_BYTES = 2  # of an element on a GPU: bfloat16
 USABLE = 0.9  # of a GPU's memory that weights can fill
 
 
@@ -149,7 +148,7 @@ def _weight_bytes(model_config: PretrainedConfig) -> int:
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
     except ValueError:
         return 0
-    return WEIGHT_BYTES * sum(weight.numel() for weight in model.parameters())
+    return 2 * sum(weight.numel() for weight in model.parameters())
 
 
 ROLE = "evaluation"
@@ -245,9 +244,7 @@ def _on_ranks(
     gpus = torch.cuda.device_count() > 0  # a GPU a rank, else its share of the cores
     pool = Pool((ROLE,), ranks, cpus=1.0 if gpus else share, gpus=1.0 if gpus else 0.0)
     placement = Placement(
-        (pool,),
-        start_timeout_s=config.start_timeout_s,
-        call_timeout_s=config.step_timeout_s,
+        (pool,), start_timeout_s=config.start_timeout_s, call_timeout_s=config.step_timeout_s
     )
     with ray_session("ray", OBJECT_STORE_BYTES), launch(placement, [spec]) as roles:
         calls, done = [], 0

@@ -43,7 +43,6 @@ class HarnessScore:
 
     @property
     def key(self) -> str:
-        """Its name among the metrics of a run."""
         return f"lm_eval/{self.task}/{self.metric}"
 
     def interval(self, confidence: float) -> Interval | None:

@@ -28,7 +28,6 @@ class PolicySteps:
 
     @property
     def until_model(self) -> pd.DataFrame:
-        """The steps that the model has learned from."""
         return self.rows[: self.row + 1]
 
     def __str__(self) -> str:
@@ -84,7 +83,6 @@ class Overoptimisation:
         return values | {"overoptimisation/step_peak": float(self.peak + 1)}
 
     def sentence(self) -> str:
-        """It in a sentence for a person."""
         values = {key.rpartition("/")[2]: value for key, value in self.metrics().items()}
         ends = (
             f"the true reward (share of right completions) goes from {values['true_first']:.3f} to "

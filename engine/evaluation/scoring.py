@@ -37,35 +37,35 @@ AT_ONCE = 256  # completions in one call of the scorer, which has a deadline
 
 def judge(
     scorer: Scorer,
-    texts: Sequence[str],
-    tokens: Sequence[int],
-    truncated: Sequence[bool],
+    completions: Sequence[tuple[str, int, bool]],
     prompts: Sequence[str],
     columns: Mapping[str, Sequence[object]],
 ) -> list[Judged]:
     """Judge B completions to B prompts (the texts of their last messages), with B of each column.
 
-    One that can't be scored is wrong, and marked; with `on_error: fail` RewardError is raised.
+    A completion is its text, its tokens, and whether it is at the limit of tokens. One that can't
+    be scored is wrong, and marked; with `on_error: fail` RewardError is raised.
     """
     judged: list[Judged] = []
     on_error = "fail" if scorer.config.on_error == "fail" else "zero"
-    for start in range(0, len(texts), AT_ONCE):
+    for start in range(0, len(completions), AT_ONCE):
         part = slice(start, start + AT_ONCE)
-        some, some_texts = {name: values[part] for name, values in columns.items()}, texts[part]
-        scores = scorer.score(prompts[part], some_texts, some, on_error)  # type: ignore[arg-type]
-        sources = some.get("data_source", [""] * len(some_texts))
-        answers, readable = scorer.answers(some_texts, sources)
+        some = {name: values[part] for name, values in columns.items()}
+        texts = [text for text, *_ in completions[part]]
+        scores = scorer.score(prompts[part], texts, some, on_error)  # type: ignore[arg-type]
+        sources = some.get("data_source", [""] * len(texts))
+        answers, readable = scorer.answers(texts, sources)
         right, totals = scorer.correct(scores, sources), scorer.totals(scores)
         names = scores.components or ()
         if "format" in names:  # else the rewards' rules say what keeps the format
             well_formed = [row[names.index("format")] >= 1 for row in scores.rows]
         else:
-            well_formed = scorer.well_formed(some_texts, sources) or [True] * len(some_texts)
+            well_formed = scorer.well_formed(texts, sources) or [True] * len(texts)
         judged += [
             Judged(
                 text=text,
-                tokens=tokens[start + i],
-                truncated=truncated[start + i],
+                tokens=tokens,
+                truncated=truncated,
                 correct=right[i],
                 score=totals[i],
                 answer=answers[i],
@@ -73,7 +73,7 @@ def judge(
                 well_formed=well_formed[i],
                 failed=i in scores.failures,
             )
-            for i, text in enumerate(some_texts)
+            for i, (text, tokens, truncated) in enumerate(completions[part])
         ]
     return judged
 
@@ -93,9 +93,7 @@ def judge_episodes(
     by_environment = scorer.config.name == ENVIRONMENT
     judged = judge(
         scorer,
-        [episode.answer for episode in episodes],
-        [episode.tokens for episode in episodes],
-        [episode.truncated for episode in episodes],
+        [(episode.answer, episode.tokens, episode.truncated) for episode in episodes],
         prompts,
         {**columns, "episode_reward": [episode.reward for episode in episodes]},
     )
@@ -165,11 +163,9 @@ def evaluate_model(
     questions, scored = scorer_inputs(frame, prompts)
     rows_of_data = {key: values for key, values in scored.items() if key != "messages"}
     rows_of_data["prompt"] = scored["messages"]  # as environments read it
+    n, temperature = config.samples, config.temperature
     sampling = SamplingParams(
-        n=config.samples,
-        max_new_tokens=max_response_length,
-        temperature=config.temperature,
-        seed=seed,
+        n=n, max_new_tokens=max_response_length, temperature=temperature, seed=seed
     )
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
         greedy, sampled = decode_passes(
@@ -184,8 +180,8 @@ def evaluate_model(
             on_progress=on_progress,
         )
         first = judge_answers(scorer, tokenizer, greedy, questions, scored, 1)
-        each = judge_answers(scorer, tokenizer, sampled, questions, scored, config.samples)
-    groups = [each[i : i + config.samples] for i in range(0, len(each), config.samples)]
+        each = judge_answers(scorer, tokenizer, sampled, questions, scored, n)
+    groups = [each[i : i + n] for i in range(0, len(each), n)]
     return build_rows(name, table.iloc[share].reset_index(drop=True), first, groups)
 
 
@@ -225,11 +221,8 @@ def judge_answers(
     episodes = [answer.episode for answer in answers if answer.episode]
     if episodes:
         return judge_episodes(scorer, episodes, prompts, repeated)
-    return judge(
-        scorer,
-        [decode_response(tokenizer, answer.token_ids) for answer in answers],
-        [len(answer.token_ids) for answer in answers],
-        [answer.truncated for answer in answers],
-        prompts,
-        repeated,
-    )
+    completions = [
+        (decode_response(tokenizer, answer.token_ids), len(answer.token_ids), answer.truncated)
+        for answer in answers
+    ]
+    return judge(scorer, completions, prompts, repeated)

@@ -330,7 +330,6 @@ class EvaluatedSet:
 
     @property
     def proper_parts(self) -> list[Part]:
-        """The parts that aren't all of the set."""
         return [part for part in self.parts if part.problems < self.comparison.problems]
 
     @property

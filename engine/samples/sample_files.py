@@ -117,7 +117,6 @@ class SampleFolder:
         return sorted(SampleName(int(match[2]), match[1]) for match in matches if match)
 
     def read_bytes(self, name: str) -> bytes:
-        """A file's content."""
         with _explained("read", f"{self.uri}/{name}"):
             return self._files.read(name)
 

@@ -379,7 +379,6 @@ class RolloutLog:
             self._hand_over({name.file: folder.read_bytes(name.file)})
 
     def _on_thread_finish(self) -> None:
-        """Write the page of all samples."""
         if len(self._data):
             page = self._write_page(SampleFolder(self._uri))
             self._hand_over({sample_files.PAGE: page.encode()})
