@@ -44,9 +44,8 @@ def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
     """The settings of RL with the reward model in `folder` as the only reward that counts.
 
     A classifier's score is its logit, a language model's the completion's log-prob. The configured
-    reward, the true one, is measured beside it with components of weight 0, and says which
-    completions are right. Where the dataflow has a critic, it starts from the reward model, unless
-    `critic.model_path` names another.
+    reward, the true one, is measured beside it with weight 0, and says which completions are right.
+    A critic starts from the reward model, unless `critic.model_path` names another.
     """
     true_reward, components = config.reward, dict.fromkeys(config.reward.components, 0.0)
     for spec in (true_reward, *true_reward.sources.values()):

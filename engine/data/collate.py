@@ -79,7 +79,7 @@ def collate_prompts(rows: Sequence[dict[str, Any]], prompt_ids: Sequence[list[in
     if not rows:
         raise DataError("a step got no prompts; give at least one row")
     names = rows[0].keys()
-    check_names(names - {"prompt_ids"}, "the rows of a step")
+    check_names([name for name in names if name != "prompt_ids"], "the rows of a step")
     for row, ids in zip(rows, prompt_ids, strict=True):
         if row.keys() != names:
             raise DataError(

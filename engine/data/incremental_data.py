@@ -63,11 +63,9 @@ def find_new_files(
 ) -> NewFiles:
     """Find the files that are new at `kickoff` (UTC where it has no zone).
 
-    ledger: all files that were ingested before. A file that was rewritten with other content is
-    new; the same content under another name is not.
-
-    Raises DataError when the prefix can't be listed or a file can't be read, StorageError when the
-    store doesn't answer, ConfigError for an empty prefix.
+    `ledger` has all files that were ingested before. A file that was rewritten with other content
+    is new; the same content under another name is not. Raises DataError when something can't be
+    read, StorageError when the store doesn't answer, ConfigError for an empty prefix.
     """
     if not prefix:
         raise ConfigError("retrain.path is empty; give the folder or s3:// prefix of new data")

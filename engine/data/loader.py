@@ -50,11 +50,10 @@ class PromptLoader:
         template_variables: Mapping[str, object] | None = None,
         truncation: Truncation | None = None,
     ) -> None:
-        """`sampling` says how sources are mixed and how often a prompt is used.
+        """`sampling` says how sources are mixed, `truncation` how long prompts are cut.
 
-        `template_variables` are those of the chat template, `truncation` says how the tokens of
-        long prompts are cut. Raises ConfigError for weights that are not the sources', DataError
-        without rows and for a row without a difficulty.
+        `template_variables` are those of the chat template. Raises ConfigError for weights that are
+        not the sources', DataError without rows and for a row without a difficulty.
         """
         if len(frame) == 0:
             raise DataError("a prompt loader got no rows; give a frame with at least one")
@@ -110,10 +109,9 @@ class PromptLoader:
         return self._order.state_dict() | self._settings | data
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on right after the last row that the saved loader gave.
+        """Go on right after the last row that the saved loader gave, maybe in other batch sizes.
 
-        Another batch size may be in use by now. Raises DataError where the rows, the seed or the
-        order are not those of the saved state.
+        Raises DataError where the rows, the seed or the order are not those of the saved state.
         """
         present = self.state_dict()
         fixed = ("rows", "digest", "seed", "shuffle", "weights", "curriculum", "truncation")
@@ -158,7 +156,7 @@ def add_prompt_ids(
     """Give each row `prompt_ids`; refuse prompts of more than `limit` tokens (0: no limit).
 
     With an empty `way_out` their `prompt_ids` are None instead, with `truncation` they are cut.
-    `numbers` are those of the rows in the file; 1, 2, … where there are none.
+    `numbers` are those of the rows in the file; none: 1, 2, ….
     """
     numbers = numbers or range(1, len(rows) + 1)
     prompts = [row["prompt"] for row in rows]

@@ -77,12 +77,9 @@ class GSM8K(Files):
 
     def settings(self, config: DataConfig) -> DataConfig:
         """Raise DataError for a path that is no folder, nor one that the hub gives."""
-        own = {"prompt": "{{ question }}", **config.templates}
-        update = {
-            "path": _located(config.path),
-            "data_source": config.data_source or "gsm8k",
-            "templates": own,
-        }
+        update: dict[str, Any] = {"path": _located(config.path)}
+        update["data_source"] = config.data_source or "gsm8k"
+        update["templates"] = {"prompt": "{{ question }}", **config.templates}
         return with_preset(config.model_copy(update=update), "gsm8k")
 
 

@@ -233,9 +233,8 @@ def pairs_from_groups(
 ) -> list[Row]:
     """The best and the worst completion of each group as chosen and rejected, with margin 0.
 
-    With `pairs_per_group` also the second best and the second worst, and so on; each text is in one
-    pair of a group at most. A pair's scores, which are in `extra_info`, differ by more than
-    `min_gap`; of equal ones the first counts.
+    With `pairs_per_group` also the second best and the second worst, and so on. A pair's scores,
+    which are in `extra_info`, differ by more than `min_gap`; of equal ones the first counts.
     """
     rows: list[Row] = []
     for group in groups:

@@ -137,10 +137,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+([@:].+)?")
 def split_addresses(
     path: str, names: Mapping[str, str], *, need_train: bool = True
 ) -> dict[str, list[str]]:
-    """The addresses of each split below `path`; with `need_train` that is one of them.
+    """The addresses of each split below `path`; without any known name all is training data.
 
-    `names` says what a split is called there, e.g. {"test": "dev"}. Without any known name all of
-    it is training data. Raises DataError where there is nothing to read.
+    `names` says what a split is called there, e.g. {"test": "dev"}. Raises DataError where there is
+    nothing to read, or no training data with `need_train`.
     """
     if unknown := sorted(names.keys() - NAMES.keys()):
         raise DataError(
@@ -337,8 +337,8 @@ class MappedRows:
     """The canonical rows at an address, with their numbers, to be iterated over once.
 
     Raises DataError for what is wrong with the file as a whole, at its end for bad rows where
-    `config.bad_rows` is "fail", and StorageError when a store doesn't answer. Bad rows that are
-    left out are counted here; with "drop" a file without rows counts as one bad row.
+    `config.bad_rows` is "fail", and StorageError when a store doesn't answer. With "drop" bad rows
+    are counted here, of which a file without rows has one.
     """
 
     def __init__(

@@ -312,9 +312,9 @@ def _evaluation_rows(
     update: dict[str, Any] = {"data_source": settings.data_source or settings.name}
     if settings.columns or settings.templates or config.source == ARITHMETIC:
         update |= {"columns": settings.columns, "templates": settings.templates}
-    rows: list[Row] = []
+    rows, config = list[Row](), config.model_copy(update=update)
     for address in _addresses(settings):
-        mapped = MappedRows(address, config.model_copy(update=update), need_truth=True)
+        mapped = MappedRows(address, config, need_truth=True)
         rows += [rl_columns(row, number, settings.split) for number, row in mapped]
         notes += mapped.notes()
     if not rows:

@@ -238,10 +238,9 @@ def render(
 def encode_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 ) -> list[int]:
-    """Encode a whole conversation, as the reward `reward_model` reads it.
+    """Encode a whole conversation, as the reward `reward_model` reads it, without padding tokens.
 
     A tokenizer without a chat template gets the last prompt and the response on lines of their own.
-    Padding tokens at the end, which no classifier reads, are left out.
     """
     _check_roles(tokenizer, messages)
     chat, encode = _escaped(tokenizer, messages)
@@ -258,11 +257,10 @@ def encode_conversation(
 def with_template_variables(
     tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object]
 ) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer whose chat template has these variables where a call gives none.
+    """A copy of the tokenizer whose chat template has variables, e.g. {"enable_thinking": False}.
 
-    They are written into the template, so a tokenizer that is saved keeps them; e.g.
-    {"enable_thinking": False}. Raises ConfigError without a chat template, and for a name that is
-    no variable or that `apply_chat_template` fills itself.
+    They are written into the template, so a tokenizer that is saved keeps them. Raises ConfigError
+    without a template, and for a name that is no variable or that `apply_chat_template` fills.
     """
     if not variables:
         return tokenizer
@@ -419,10 +417,9 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_config: object = None
 ) -> tuple[int, ...]:
-    """The tokens at which sampling stops, ascending.
+    """The tokens at which sampling stops, ascending: the tokenizer's end token and a model's.
 
-    They are the tokenizer's end token and those that `model_config` (a transformers model or
-    generation config) names; chat models often have more than one.
+    `model_config` is a transformers model or generation config.
     """
     extra = getattr(model_config, "eos_token_id", None)
     extra = [] if extra is None else [extra] if isinstance(extra, int) else extra

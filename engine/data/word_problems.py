@@ -232,12 +232,11 @@ def _draw_clause(
 def deal_problems(
     sizes: Mapping[str, int], difficulty: int, seed: int, largest: int = 0
 ) -> dict[str, list[Problem]]:
-    """Draw distinct problems and deal them to splits, in the order of `sizes`.
+    """Draw problems without a text or key in common and deal them to splits, in order of `sizes`.
 
-    No two problems share a text (but for case and spacing) or a key (kind, operators, numbers),
-    within a split or across. A split depends on the seed and on the sizes before its own only.
-    `largest` is the largest number in them; 0: as the difficulty says. Raises DataError when the
-    difficulty doesn't hold that many distinct problems.
+    A split depends on the seed and on the sizes before its own only. `largest` is the largest
+    number in them; 0: as the difficulty says. Raises DataError when the difficulty doesn't hold
+    that many distinct problems.
     """
     level = LEVELS[difficulty]
     level = replace(level, largest=largest or level.largest)

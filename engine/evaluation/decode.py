@@ -44,11 +44,7 @@ def uses_ranks(config: EvaluateConfig) -> bool:
 
 
 def evaluation_layout(config: EvaluateConfig, folder: str | Path) -> Layout:
-    """`evaluate.parallel`, by default copies on all GPUs of this machine.
-
-    Raises ConfigError for a layout that the model can't be split by, PlacementError for a model
-    that the GPUs can't hold.
-    """
+    """`evaluate.parallel`, by default copies on all GPUs of this machine; checked."""
     if not uses_ranks(config):
         return Layout()
     model = text_config(folder)
@@ -186,8 +182,8 @@ def decode_passes(
     `longest_prompt` the length of the longest: what is drawn is then as if all were decoded here.
     `config` gives the engine, the layout and the settings of episodes.
 
-    `on_progress(n)` is called with the number of finished completions of all passes. A rank that
-    fails or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.
+    `on_progress(n)` gets the number of finished completions of all passes. Raises the EngineError
+    of a rank that fails, or WorkerError with rank and cause of one that dies.
     """
     layout = evaluation_layout(config, folder)
     rows = {**(columns or {}), "prompt_ids": list(prompts)}

@@ -130,16 +130,10 @@ def read_results(values: Mapping[str, Any]) -> list[HarnessScore]:
             if not comma or metric.endswith("_stderr") or not number:
                 continue
             error = metrics.get(f"{metric}_stderr,{kind}")
-            scores.append(
-                HarnessScore(
-                    task,
-                    metric if kind == "none" else f"{metric} ({kind})",
-                    float(value),
-                    error if isinstance(error, float) and math.isfinite(error) else None,
-                    version,
-                    count,
-                )
-            )
+            known = isinstance(error, float) and math.isfinite(error)
+            shown = metric if kind == "none" else f"{metric} ({kind})"
+            stderr = error if known else None
+            scores.append(HarnessScore(task, shown, float(value), stderr, version, count))
     return scores
 
 
@@ -173,11 +167,10 @@ def _command(folder: Path, config: LMEvalConfig, seed: int, scratch: Path) -> li
 
     gpu = torch.cuda.is_available()
     arguments = {"pretrained": str(folder), "dtype": "bfloat16" if gpu else "float32"}
-    if (alone := tokenizer_alone(folder, scratch / "tokenizer")) is not None:
+    if alone := tokenizer_alone(folder, scratch / "tokenizer"):
         arguments["tokenizer"] = str(alone)
-    for value in arguments.values():
-        if "," in value or "=" in value:
-            raise ConfigError(f"the lm-evaluation-harness takes no path with , or =: {value}")
+    if wrong := [value for value in arguments.values() if "," in value or "=" in value]:
+        raise ConfigError(f"the lm-evaluation-harness takes no path with , or =: {wrong[0]}")
     command = [
         *(config.python or sys.executable, "-m", "lm_eval", "--model", "hf"),
         *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),

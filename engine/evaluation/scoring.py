@@ -130,10 +130,9 @@ def evaluate_model(
 
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
     `engine.evaluation.results`, set by set. `on_progress(n)` is called with the number of finished
-    completions, of which there are `1 + config.samples` a problem. `max_prompt_length`: see
-    `decode_passes`. `part` is (which, of how many): consecutive shares of the problems, whose
-    tables, one after the other, are the table of all of them. Raises DataError for a set without
-    rows, ConfigError for a part without problems, and what `decode_passes` raises.
+    completions, `1 + config.samples` a problem. `part` is (which, of how many): consecutive shares
+    of the problems, whose tables together are that of all of them. Raises DataError for a set
+    without rows, ConfigError for a part without problems, and what `decode_passes` raises.
     """
     sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
     if not sets or any(rows.empty for rows in sets.values()):

@@ -256,23 +256,18 @@ class Part:
         return f"{name}: {described(self.before, self.after, self.gain, self.problems)}"
 
 
-_SHOWN = {
-    "pass@1": "pass_at_1",
-    "mean@k": "mean_at_k",
-    "pass@k": "pass_at_k",
-    "maj@k": "majority",
-    "truncated": "truncated",
-}
-
-
 def described(
     before: ModelSummary, after: ModelSummary, gain: Interval | None, problems: int
 ) -> str:
     """Both models' rates: `pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …; 60 problems`."""
-    rates = [
-        f"{label} {getattr(before, field).mean:.1%} → {getattr(after, field).mean:.1%}"
-        for label, field in _SHOWN.items()
-    ]
+    shown = {
+        "pass@1": (before.pass_at_1, after.pass_at_1),
+        "mean@k": (before.mean_at_k, after.mean_at_k),
+        "pass@k": (before.pass_at_k, after.pass_at_k),
+        "maj@k": (before.majority, after.majority),
+        "truncated": (before.truncated, after.truncated),
+    }
+    rates = [f"{label} {old.mean:.1%} → {new.mean:.1%}" for label, (old, new) in shown.items()]
     if gain is not None:
         rates[0] += f" ({_signed(gain, 100, 1)})"
     errors = before.errors + after.errors

@@ -1,9 +1,8 @@
 """The samples of a run as one HTML page that needs nothing else, for a browser or a Flyte Deck.
 
-The page's data is bounded whatever the run's length: of too many steps every second one is left
-out, of a long completion the end. Completions are hostile text. They are data in the page, not
-markup: its script puts them into text nodes alone, and a content security policy permits this
-script and style and no address at all. Loads no torch.
+The page's data is bounded: of too many steps every second one is left out, of a long completion the
+end. Completions are hostile text: the page's script puts them into text nodes alone, and a content
+security policy permits this script and style and no address at all. Loads no torch.
 """
 
 from __future__ import annotations

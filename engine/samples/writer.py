@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_LONGEST = 4  # bytes of a UTF-8 character, and so at most its tokens
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark of a space before a word
 
 
@@ -55,7 +54,8 @@ class TokenTexts:
             texts.append(alone[start])
             if _BROKEN not in alone[start]:
                 continue
-            for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
+            # A character of UTF-8 has four bytes at most, and so four tokens.
+            for end in range(start + 2, min(start + 4, len(ids)) + 1):
                 together = self._decode(ids[start:end])
                 if _BROKEN not in together:
                     texts[-1:] = [together, *[""] * (end - start - 1)]
@@ -68,11 +68,8 @@ class TokenTexts:
         return self._known[token]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text = str(
-            self._tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        text = str(self._tokenizer.decode(list(ids), **options))
         # SentencePiece's decoders strip the space of a text's first word.
         spaced = str(self._tokenizer.convert_ids_to_tokens(int(ids[0]))).startswith(_WORD_START)
         return f" {text}" if spaced and not text.startswith(" ") else text
