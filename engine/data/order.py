@@ -138,19 +138,15 @@ class EpochOrder:
         self._size, self._seed, self._shuffle, self._stream = size, seed, shuffle, tuple(stream)
         self._difficulty = None if difficulty is None else np.asarray(difficulty)
         self._max_uses, self._rates = max_uses, rates
-        self._epoch, self._position = 0, 0  # rows of this epoch already given
+        self.epoch, self._position = 0, 0  # of the next row
         self._order = self._draw()
-
-    @property
-    def epoch(self) -> int:
-        return self._epoch
 
     @property
     def ended(self) -> bool:
         """Whether every row was used as often as it may be."""
         if self._rates is not None:
             return not len(self._order)
-        return bool(self._max_uses) and self._epoch >= self._max_uses
+        return bool(self._max_uses) and self.epoch >= self._max_uses
 
     def next(self) -> int:
         """Return the next row; DataError where none may be used again."""
@@ -164,7 +160,7 @@ class EpochOrder:
         if self._rates is not None:
             self._rates.use(row)
         if self._position == len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
+            self.epoch, self._position = self.epoch + 1, 0
             if self._rates is not None:
                 self._rates.begin_epoch()
             self._order = self._draw()
@@ -177,13 +173,13 @@ class EpochOrder:
 
     def state_dict(self) -> State:
         rates = {} if self._rates is None else {"rates": self._rates.state_dict()}
-        return {"epoch": self._epoch, "position": self._position, **rates}
+        return {"epoch": self.epoch, "position": self._position, **rates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         epoch, position = int(state["epoch"]), int(state["position"])
         if self._rates is not None:
             self._rates.load_state_dict(state["rates"])
-        self._epoch, self._position = max(0, epoch), position
+        self.epoch, self._position = max(0, epoch), position
         self._order = self._draw()
         rows = len(self._order)
         if epoch < 0 or not 0 <= position < max(1, rows):
@@ -195,7 +191,7 @@ class EpochOrder:
     def _draw(self) -> NDArray[np.int64]:
         order = np.arange(self._size)
         if self._shuffle:
-            draw = np.random.default_rng([self._seed, self._epoch, *self._stream])
+            draw = np.random.default_rng([self._seed, self.epoch, *self._stream])
             order = draw.permutation(self._size)
         if self._difficulty is not None:
             order = order[np.argsort(self._difficulty[order], kind="stable")]

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from engine.storage.artifacts import Manifest
 
 KEYS = ("data", "evaluate", "seed", "scorer")
-
 Settings = dict[str, object]  # JSON values by key
 
 
