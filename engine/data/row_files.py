@@ -361,28 +361,17 @@ class MappedRows:
     def __iter__(self) -> Iterator[tuple[int, Row]]:
         is_hub = self.address.startswith(HUB)
         numbered = hub_rows(self.address) if is_hub else stream_rows(self.address)
-        while True:
-            try:
-                number, raw = next(numbered)
-            except StopIteration:
-                break
-            except EmptyFileError as error:
-                self.bad, self._total, self._first = 1, 1, str(error)
-                break
-            self._total += 1
-            where = f"{self.address}, row {number}"
-            try:
-                if isinstance(raw, DataError):
-                    raise raw
-                row = self._map(raw, where)
-                if self._need_truth and row[RULE][TRUTH] is None:
-                    raise DataError(
-                        f"{where}: there is no ground truth; name its column in data.columns"
-                    )
-            except DataError as error:
-                self._refuse(number, error)
-                continue
-            yield number, row
+        try:
+            for number, raw in numbered:
+                self._total += 1
+                try:
+                    row = self._mapped(raw, f"{self.address}, row {number}")
+                except DataError as error:
+                    self._refuse(number, error)
+                    continue
+                yield number, row
+        except EmptyFileError as error:
+            self.bad, self._total, self._first = 1, 1, str(error)
         if not self.bad or self._policy == "drop":
             return
         if self.bad == 1:
@@ -392,6 +381,14 @@ class MappedRows:
             f"({rows.row_numbers(self._numbers)}): correct them, or leave them out with "
             "data.bad_rows=drop"
         )
+
+    def _mapped(self, raw: Row | DataError, where: str) -> Row:
+        if isinstance(raw, DataError):
+            raise raw
+        row = self._map(raw, where)
+        if self._need_truth and row[RULE][TRUTH] is None:
+            raise DataError(f"{where}: there is no ground truth; name its column in data.columns")
+        return row
 
     def refuse_without_truth(self, numbers: Sequence[int]) -> None:
         """Count rows that were given out as bad: they have no ground truth, and others have."""

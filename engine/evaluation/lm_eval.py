@@ -86,14 +86,14 @@ def run_lm_eval(
     """
     command = _command(Path(folder), config, seed, scratch)
     log = scratch / "log"
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    offline = OFFLINE if config.offline else {}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment | (OFFLINE if config.offline else {}),
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"} | offline,
             start_new_session=True,
         )
         try:
