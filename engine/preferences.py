@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pandas as pd
@@ -16,19 +18,19 @@ from engine.config import DataConfig, EvaluateConfig, PairsConfig, RewardSpec, R
 from engine.data.decontamination import HeldOut, question_text
 from engine.data.preference_rows import (
     Kind,
-    ScoredCompletion,
     ScoredGroup,
     labels_from_groups,
     pairs_from_groups,
     read_preference_rows,
 )
-from engine.data.rows import has_words, is_utf8, normalise, prompt_text
+from engine.data.rows import is_filled, normalise, prompt_text
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows import choose_dataflow
 from engine.errors import DataError, ModelError
 from engine.evaluation.decode import decode_passes
 from engine.evaluation.policy_steps import MODEL_REWARD
+from engine.evaluation.results import Judged
 from engine.evaluation.scoring import judge_answers, scorer_inputs
 from engine.models.loading import load_model_config
 from engine.registry import import_plugins
@@ -39,7 +41,7 @@ from engine.rollout.protocol import SamplingParams
 
 
 def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
-    """Return the settings of RL with the reward model in `folder` as the only reward that counts.
+    """The settings of RL with the reward model in `folder` as the only reward that counts.
 
     A classifier's score is its logit, a language model's the completion's log-prob. The configured
     reward, the true one, is measured beside it with weight 0, and says which completions are right.
@@ -48,18 +50,22 @@ def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
     true_reward, components = config.reward, dict.fromkeys(config.reward.components, 0.0)
     for spec in (true_reward, *true_reward.sources.values()):
         components |= dict.fromkeys(declared_components(spec.name) or (ANSWER,), 0.0)
-    model = RewardSpec(name=reward_of(folder), options={"model": folder})
-    changes: dict[str, object] = {
-        "reward.components": {**true_reward.components, MODEL_REWARD: model},
-        "reward.weights": components | {MODEL_REWARD: 1.0},
-    }
+    name = reward_of(folder)
+    model = RewardSpec(name=name, options={"model": folder})
+    reward = true_reward.model_copy(
+        update={
+            "components": {**true_reward.components, MODEL_REWARD: model},
+            "weights": components | {MODEL_REWARD: 1.0},
+        }
+    )
+    changes: dict[str, object] = {"reward": reward}
     if "critic" in choose_dataflow(config.algorithm).roles and not config.critic.model_path:
-        changes["critic.model_path"] = folder
-    return config.replaced(changes)
+        changes["critic"] = config.critic.model_copy(update={"model_path": folder})
+    return config.model_copy(update=changes)
 
 
 def reward_of(folder: str) -> str:
-    """Return the name of the reward that scores by the reward model in `folder`."""
+    """The name of the reward that scores by the reward model in `folder`."""
     kinds: list[str] = []
     with suppress(ModelError):  # loading it says what is wrong
         kinds = load_model_config(folder).architectures or []
@@ -67,10 +73,9 @@ def reward_of(folder: str) -> str:
 
 
 def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
-    """Return whether each of N pairs' chosen response has the higher score in RL, `[N]` bool.
+    """Whether each of N pairs' chosen response has the higher score, as in RL, `[N]` bool.
 
-    `pairs` have `prompt` (messages), `chosen` and `rejected`. Raises RewardError for a folder that
-    is no reward model.
+    Equal scores are no right ranking. Raises RewardError for a folder that is no reward model.
     """
     reward: Callable[..., object] = resolve_reward(reward_of(str(folder)), {"model": str(folder)})
     messages = [[dict(message) for message in prompt] for prompt in pairs["prompt"]]
@@ -101,12 +106,14 @@ def read_preference_tables(
 ) -> PreferenceTables:
     """Read `config.path`; `held_out` are prompts that must not be trained on, which are left out.
 
-    Raises DataError for bad rows unless they are dropped, and where nothing is left to learn from.
+    Rows are put as `data.system_prompt` and `data.apply_chat_template_kwargs` say, too. Raises
+    DataError for bad rows unless they are dropped, and where nothing is left to learn from.
     """
-    read_by = {name: getattr(config, name) for name in ("columns", "templates", "bad_rows")}
-    settings = data.replaced(read_by)
+    settings = data.model_copy(
+        update={name: getattr(config, name) for name in ("columns", "templates", "bad_rows")}
+    )
     files = read_preference_rows([config.path], settings, kind)
-    notes = [note for file in files if (note := file.bad.sentence())]
+    notes = [note for file in files for note in file.notes]
     rows = [row for file in files for row in file.rows]
     test_prompts = HeldOut(data.decontaminate.ngram, data.decontaminate.overlap)
     for prompt in held_out:
@@ -117,31 +124,30 @@ def read_preference_tables(
         notes.append(f"{left_out} rows have prompts of a test set, and are left out")
     prompts = [normalise(prompt_text(row["prompt"])) for row in usable]
     apart = _held_out_prompts(prompts, config.validation_size, seed)
-    train, validation = (
-        [row for prompt, row in zip(prompts, usable, strict=True) if (prompt in apart) == is_apart]
-        for is_apart in (False, True)
-    )
-    if not train:
+    sides: tuple[list[object], list[object]] = ([], [])
+    for prompt, row in zip(prompts, usable, strict=True):
+        sides[prompt in apart].append(row)
+    if not sides[0]:
         raise DataError(
             f"pairs.path={config.path!r} leaves no row to learn from: {len(rows)} rows, "
             f"{len(rows) - len(usable)} of them with prompts of a test set; give more, or lower "
             f"pairs.validation_size={config.validation_size}"
         )
-    return PreferenceTables(pd.DataFrame(train), pd.DataFrame(validation), tuple(notes))
+    return PreferenceTables(pd.DataFrame(sides[0]), pd.DataFrame(sides[1]), tuple(notes))
 
 
 def _held_out_prompts(prompts: Iterable[str], size: int, seed: int) -> set[str]:
-    """Return prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
-    rows = Counter(prompts)
+    """Prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
+    rows, apart = Counter(prompts), set[str]()
 
     def draw(prompt: str) -> bytes:
         return hashlib.blake2b(f"{seed}/{prompt}".encode(), digest_size=8).digest()
 
-    apart: set[str] = set()
     for prompt in sorted(rows, key=draw):
-        if size > 0:
-            apart.add(prompt)
-            size -= rows[prompt]
+        if size <= 0:
+            break
+        apart.add(prompt)
+        size -= rows[prompt]
     return apart
 
 
@@ -152,8 +158,15 @@ COLUMNS: dict[Kind, list[str]] = {
 
 
 def layout_of(config: PairsConfig) -> EvaluateConfig:
-    """Return how the policy is sampled from, in the terms of an evaluation."""
+    """How the policy is sampled from, in the terms of an evaluation."""
     return EvaluateConfig(engine=config.engine, parallel=config.parallel)
+
+
+def is_usable(completion: Judged) -> bool:
+    """Whether a completion has a score and an end that can be learned, and a file can hold it."""
+    text, score = completion.text, completion.score
+    scored = not completion.failed and not math.isnan(score)
+    return scored and not completion.truncated and is_filled(text) and "\0" not in text
 
 
 def rank_rollouts(
@@ -168,17 +181,18 @@ def rank_rollouts(
 ) -> tuple[pd.DataFrame, dict[str, float]]:
     """Sample `config.n` completions of each prompt of RL rows, score them, and rank them.
 
-    A pair is the best and the worst of them, with both rewards in `extra_info`; its `margin`, which
-    a reward model's loss would use, is 0. With labels, right completions are good. Returns rows of
-    `COLUMNS`, and metrics: prompts that gave no row, completions that were cut off, are empty or
-    could not be scored. `on_progress` is called with the number of finished completions.
+    Returns rows of `COLUMNS`, and metrics of the rollouts. A pair is the best and the worst of
+    them; its `margin`, which a reward model's loss would use, is 0. With labels, right completions
+    are good. Several GPUs of this machine, or `config.parallel`, share the prompts.
+    `on_progress(n)` is called with the number of finished completions. Raises what `decode_passes`
+    and the scorer raise.
     """
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, rows["prompt"], "train")
-    n, per_prompt = config.n, config.pairs_a_prompt
+    n, per_prompt, temperature = config.n, config.pairs_a_prompt, config.temperature
     params = SamplingParams(
-        n=n, max_new_tokens=max_response_length, temperature=config.temperature, seed=seed
+        n=n, max_new_tokens=max_response_length, temperature=temperature, seed=seed
     )
     questions, columns = scorer_inputs(rows, prompts)
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
@@ -186,29 +200,26 @@ def rank_rollouts(
             folder, prompts, (params,), layout_of(config), on_progress=on_progress
         )
         judged = judge_answers(scorer, tokenizer, answers, questions, columns, n)
-    scored = []
-    for completion in judged:
-        text = completion.text
-        # Whether a file of rows can hold it: it has words, and no NUL or half of a character.
-        usable = has_words(text) and is_utf8(text) and "\0" not in text
-        score = float(completion.correct) if kind == "labels" else completion.score
-        usable_score = score if usable and not completion.failed else None
-        scored.append(ScoredCompletion(text, usable_score, completion.truncated))
-    groups = [
-        ScoredGroup(prompt, scored[i * n : (i + 1) * n], {"row": i})
-        for i, prompt in enumerate(rows["prompt"])
-    ]
+    usable = [[c for c in judged[i : i + n] if is_usable(c)] for i in range(0, len(judged), n)]
+    groups = []
+    for i, (prompt, completions) in enumerate(zip(rows["prompt"], usable, strict=True)):
+        scores: dict[str, float] = {}  # of equal texts the first
+        for completion in completions:
+            score = float(completion.correct) if kind == "labels" else completion.score
+            scores.setdefault(completion.text, score)
+        groups.append(ScoredGroup(prompt, scores, {"row": i}))
     ranked = (
         labels_from_groups(groups, per_group=per_prompt)
         if kind == "labels"
         else pairs_from_groups(groups, pairs_per_group=per_prompt, min_gap=config.margin)
     )
-    made_rows = {row["extra_info"]["row"] for row in ranked}
-    metrics = {
-        "prompts": float(len(groups)),
-        "prompts_without_pair": float(len(groups) - len(made_rows)),
-        "completions_unusable": float(len(scored) - sum(len(group.usable) for group in groups)),
-        "score_mean": float(np.mean([completion.score for completion in judged])),
-        "correct": float(np.mean([completion.correct for completion in judged])),
+    with_row = {row["extra_info"]["row"] for row in ranked}
+    metrics: dict[str, float] = {
+        "prompts": len(groups),
+        "prompts_without_pair": len(groups) - len(with_row),  # e.g. as all are worth the same
+        "completions_unusable": len(judged) - sum(map(len, usable)),
+        "score_mean": fmean(completion.score for completion in judged),
+        "correct": fmean(completion.correct for completion in judged),
     }
+    metrics = {name: float(value) for name, value in metrics.items()}
     return pd.DataFrame(ranked, columns=COLUMNS[kind]), metrics

@@ -133,27 +133,25 @@ def _rows(
         limit = context
         way_out = "leave them out with data.max_prompt_length and data.filter_overlong_prompts"
     rows: list[Row] = []
+    files: Sequence[str] = getattr(data, name)
+    local = [file if "://" in file else str(Path(file).expanduser()) for file in files]
     spelling = 0
-    for address in getattr(data, name):
-        address = address if "://" in address else str(Path(address).expanduser())
-        for path in data_files(address):
-            read = read_file_rows(path, data)
-            file_rows, numbers = read.rows, read.numbers
-            left_out.bad += filter(None, [read.bad.sentence()])
-            if not file_rows:
-                continue
-            _check_alike(rows or file_rows, file_rows, path, key)
-            spelled = set(
-                rows_spelling_control_tokens(
-                    file_rows, tokenizer, data.control_tokens, path, numbers
-                )
-            )
-            spelling += len(spelled)
-            if data.control_tokens == "drop":
-                plain = [i for i in range(len(file_rows)) if i not in spelled]
-                file_rows, numbers = [file_rows[i] for i in plain], [numbers[i] for i in plain]
-            add_prompt_ids(file_rows, tokenizer, limit, path, way_out, numbers, data.cut)
-            rows += file_rows
+    for path in [path for file in local for path in data_files(file)]:
+        read = read_file_rows(path, data)
+        file_rows, numbers = read.rows, read.numbers
+        left_out.bad += read.notes
+        if not file_rows:
+            continue
+        _check_alike(rows or file_rows, file_rows, path, key)
+        spelled = set(
+            rows_spelling_control_tokens(file_rows, tokenizer, data.control_tokens, path, numbers)
+        )
+        spelling += len(spelled)
+        if data.control_tokens == "drop":
+            plain = [i for i in range(len(file_rows)) if i not in spelled]
+            file_rows, numbers = [file_rows[i] for i in plain], [numbers[i] for i in plain]
+        add_prompt_ids(file_rows, tokenizer, limit, path, way_out, numbers, data.cut)
+        rows += file_rows
     left_out.control_tokens += spelling
     if not rows and spelling:
         raise DataError(

@@ -39,10 +39,7 @@ def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
 
 
 def shared_prompt_batches(
-    groups: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    prompts: Sequence[int],
-    max_tokens: int,
+    groups: Sequence[Sequence[int]], lengths: Sequence[int], prompts: Sequence[int], max_tokens: int
 ) -> list[list[int]]:
     """Batch the rows of `groups`, which share their prompts, within `max_tokens` packed tokens.
 
@@ -76,20 +73,19 @@ def collate_prompts(rows: Sequence[dict[str, Any]], prompt_ids: Sequence[list[in
     """Make the batch of prompts that a step starts from: one row a prompt, tokens not yet padded.
 
     Columns: `prompt_ids` (list of int), every key of the rows, and `ground_truth` (None where a row
-    has none), from a key of that name or `reward_model`. Raises DataError when there are no rows,
-    when they differ in their keys or a row in its ground truths, and for a key that the engine
-    fills; `prompt_ids` may be there with the same tokens.
+    has none). Raises DataError when there are no rows, when they differ in their keys or a row in
+    its ground truths, and for a key that the engine fills.
     """
     if not rows:
         raise DataError("a step got no prompts; give at least one row")
     names = rows[0].keys()
+    check_names([name for name in names if name != "prompt_ids"], "the rows of a step")
     for row, ids in zip(rows, prompt_ids, strict=True):
         if row.keys() != names:
             raise DataError(
                 f"the rows of a step differ in their columns: {sorted(row.keys() ^ names)} are in "
                 "some only; give them in all"
             )
-        check_names([name for name in row if name != "prompt_ids"], "the rows of a step")
         if list(row.get("prompt_ids", ids)) != list(ids):
             raise DataError(
                 "the rows of a step have 'prompt_ids' that are not the tokens of their prompts; "
@@ -111,12 +107,11 @@ def collate_completions(
     *,
     pad_token_id: int,
 ) -> Batch:
-    """Concatenate padded prompts and completions.
+    """Concatenate padded prompts and completions, at least one.
 
     `prompt_index[i]` is the row of `prompts` that completion i answers. Returns the fields
     `input_ids`, `attention_mask`, `position_ids` `[B, P+R]`, `prompts` `[B, P]`, `responses`,
     `response_mask`, `rollout_log_probs` `[B, R]` and `group_ids` `[B]`, with the prompts' columns.
-    Raises DataError when there are no completions.
     """
     if not token_ids:
         raise DataError("there are no completions to pad; give at least one row")
@@ -147,18 +142,13 @@ def pad(rows: Sequence[Sequence[float]], value: float | int, side: str) -> Tenso
     kind = np.int64 if isinstance(value, int) else np.float32
     out = np.full((len(rows), width), value, dtype=kind)
     for target, row in zip(out, rows, strict=True):
-        if side == "left":
-            target[width - len(row) :] = row
-        else:
-            target[: len(row)] = row
+        start = width - len(row) if side == "left" else 0
+        target[start : start + len(row)] = row
     return torch.from_numpy(out)
 
 
 def pad_tokens(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """`[n_i, K]` of each row's first n_i tokens as `[B, P+R, K]`, 0 elsewhere.
-
-    `mask` is the batch's `attention_mask`.
-    """
+    """`[n_i, K]` of each row's first n_i tokens of `attention_mask` as `[B, P+R, K]`, else 0."""
     out = rows[0].new_zeros(*mask.shape, rows[0].shape[1])
     for target, row, start in zip(out, rows, mask.argmax(1).tolist(), strict=True):
         target[start : start + len(row)] = row

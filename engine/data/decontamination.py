@@ -1,4 +1,4 @@
-"""Training rows that held-out rows contain, prompts that were seen before, and rows of retraining.
+"""Training rows that held-out rows contain, and prompts that were seen before.
 
 Only the held-out texts are kept in memory, so a training set may be of any size. How much of a test
 set a finished model has seen is for `engine.promotion.gate` to measure.
@@ -10,18 +10,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from engine.config import DataConfig
-from engine.data.contract import truth_of
-from engine.data.incremental_data import NewFiles, read_new_files
-from engine.data.row_files import BadRows, mapped_rows
-from engine.data.rows import RULE, normalise, prompt_text
-from engine.data.sources import Splits, evaluation_files
+from engine.data.row_files import MappedRows
+from engine.data.rows import prompt_text
+from engine.data.sources import Splits
 from engine.errors import DataError
 
 COMMON = 10  # held-out texts
@@ -54,6 +51,16 @@ class HeldOut:
     _added: int = 0
     _runs: Counter[int] = field(default_factory=Counter)  # of each text, how many count
     _counted: int = 0  # texts that `_runs` was counted for
+
+    @classmethod
+    def of(cls, config: DataConfig) -> HeldOut:
+        """With the prompts of the evaluation sets in `data.decontaminate.against`."""
+        settings = config.decontaminate
+        held_out = cls(settings.ngram, settings.overlap)
+        for address in settings.against:
+            for _, row in MappedRows(address, config.model_copy(update={"bad_rows": "fail"})):
+                held_out.add(question_text(row["prompt"]))
+        return held_out
 
     def add(self, text: str) -> None:
         """Hold a text out."""
@@ -93,12 +100,9 @@ class HeldOut:
 def without_held_out(splits: Splits, config: DataConfig) -> Splits:
     """The splits, where no training prompt is in a held-out one, nor a validation prompt in test.
 
-    The splits' evaluation sets and those of `config.decontaminate.against` are held out of both.
-    What was left out is in the notes. Raises DataError where no row of a split is left.
+    Evaluation sets are held out of both. Raises DataError where no row of a split is left.
     """
-    settings = config.decontaminate
-    held_out = HeldOut(settings.ngram, settings.overlap)
-    hold_out_files(config, held_out)
+    held_out = HeldOut.of(config)
     for prompt in (p for frame in splits.evaluation.values() for p in frame["prompt"]):
         held_out.add(question_text(prompt))
     frames: dict[str, Any] = dict(splits.frames())
@@ -114,30 +118,17 @@ def without_held_out(splits: Splits, config: DataConfig) -> Splits:
 def _without(frame: pd.DataFrame, held_out: HeldOut, name: str, notes: list[str]) -> pd.DataFrame:
     matches = [held_out.find(question_text(prompt)) for prompt in frame["prompt"]]
     exact, near = matches.count("exact"), matches.count("near")
-    if not exact + near:
-        return frame
-    if exact + near == len(frame):
+    if matches and exact + near == len(frame):
         raise DataError(
             f"{name}: all its prompts are in held-out ones; give others, or set "
             "data.decontaminate.overlap higher"
         )
-    notes.append(
-        f"{name}: {exact + near} prompts are in held-out ones ({exact} with the same words, {near} "
-        "nearly) and left out"
-    )
+    if exact + near:
+        notes.append(
+            f"{name}: {exact + near} prompts are in held-out ones ({exact} with the same words, "
+            f"{near} nearly) and left out"
+        )
     return frame[[not match for match in matches]].reset_index(drop=True)
-
-
-def hold_out_files(config: DataConfig, held_out: HeldOut) -> None:
-    """Hold out the prompts of the evaluation sets in `data.decontaminate.against`.
-
-    Raises DataError where one can't be read, or has bad rows.
-    """
-    for address in config.decontaminate.against:
-        bad = BadRows(address, "fail")
-        for _, row in mapped_rows(address, config, bad):
-            held_out.add(question_text(row["prompt"]))
-        bad.check()
 
 
 def question_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
@@ -151,7 +142,6 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(_WORD.findall(text.casefold()))
 
 
-_RECENT = 1 << 16  # keys in a Python set, at some 100 bytes each
 _KEY = np.dtype("S16")
 
 
@@ -165,7 +155,8 @@ class SeenPrompts:
     [True, True, False]
     """
 
-    def __init__(self, recent: int = _RECENT) -> None:
+    def __init__(self, recent: int = 1 << 16) -> None:
+        """`recent` keys are in a Python set, at some 100 bytes each."""
         self._limit, self._recent = recent, set[bytes]()
         self._sorted: list[np.ndarray[tuple[int], np.dtype[np.bytes_]]] = []  # largest first
 
@@ -190,64 +181,3 @@ class SeenPrompts:
 def _holds(array: np.ndarray[tuple[int], np.dtype[np.bytes_]], key: bytes) -> bool:
     at = int(array.searchsorted(np.bytes_(key)))
     return at < len(array) and bytes(array[at]) == key.rstrip(b"\0")  # NumPy drops NULs at the end
-
-
-HELD_OUT = ("validation", "sft_validation")  # and the evaluation sets, `test` among them
-
-
-@dataclass(frozen=True, slots=True)
-class NewRows:
-    """The rows of new files that a retraining run may train on."""
-
-    rows: pd.DataFrame  # each prompt once, in the order of arrival, with all columns of the files
-    total: int  # rows in the new files, e.g. 70
-
-    @property
-    def dropped(self) -> int:
-        """Number of rows that are repeated, held out, or trained on already."""
-        return self.total - len(self.rows)
-
-
-def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
-    """Read the files of `new_files` and keep the rows that are new to the dataset folder `dataset`.
-
-    Raises as `incremental_data.read_new_files` does.
-    """
-    arrived = pd.DataFrame(read_new_files(new_files))
-    if arrived.empty:
-        return NewRows(arrived, 0)
-    keys = prompt_keys(arrived)
-    judged = [path.stem for path in evaluation_files(dataset).values()]
-    seen = {key for name in (*HELD_OUT, *judged) for key in prompt_keys(_read_split(dataset, name))}
-    train = _read_split(dataset, "train")
-    trained = set(zip(prompt_keys(train), map(truth_of, train[RULE]), strict=True))
-    is_new = []
-    for key, rule in zip(keys, arrived[RULE], strict=True):
-        is_new.append(key not in seen and (key, truth_of(rule)) not in trained)
-        if is_new[-1]:
-            seen.add(key)
-    return NewRows(arrived[is_new].reset_index(drop=True), len(arrived))
-
-
-def sample_replay(old: pd.DataFrame, new: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
-    """Sample rows of `old` so that they make up `share` of the new training set.
-
-    Each prompt at most once, and none that is in `new`; fewer rows where `old` has too few.
-    """
-    seen = set(prompt_keys(new))
-    is_candidate = []
-    for key in prompt_keys(old):
-        is_candidate.append(key not in seen)
-        seen.add(key)
-    candidates = old[is_candidate].reset_index(drop=True)
-    count = min(len(candidates), round(len(new) * share / (1 - share)))
-    return candidates.sample(n=count, random_state=seed)
-
-
-def prompt_keys(frame: pd.DataFrame) -> list[str]:
-    """The text of each row's prompt, without case and spacing."""
-    return [normalise(prompt_text(prompt)) for prompt in frame["prompt"]]
-
-
-def _read_split(dataset: Path, name: str) -> pd.DataFrame:
-    return pd.read_parquet(dataset / f"{name}.parquet")

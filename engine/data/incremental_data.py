@@ -1,7 +1,7 @@
-"""Incremental data in dated folders: find the files that are new at a time, and read their rows.
+"""Incremental data in dated folders: find the files that are new at a time, and their new rows.
 
     new_files = find_new_files("s3://bucket/problems", kickoff, ledger, lookback_days=30)
-    rows = read_new_files(new_files)
+    new_rows = find_new_rows(dataset, new_files)
 
 A prefix has one folder per day, `2026-11-20/` or `dt=2026-11-20/`, with `.parquet` and `.jsonl`
 files at any depth below. A file is new at a kick-off if its day is not after the kick-off's, it was
@@ -19,10 +19,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
 
+import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
-from engine.data.rows import canonical_rows
+from engine.data.contract import truth_of
+from engine.data.rows import RULE, canonical_rows, normalise, prompt_text
+from engine.data.sources import evaluation_files
 from engine.errors import ConfigError, DataError
 from engine.storage.filesystem import Entry, Files, as_path, is_remote, translated
 from engine.storage.readers import parse_rows, read_bytes
@@ -59,11 +63,9 @@ def find_new_files(
 ) -> NewFiles:
     """Find the files that are new at `kickoff` (UTC where it has no zone).
 
-    ledger: all files that were ingested before. A file that was rewritten with other content is
-    new; the same content under another name is not.
-
-    Raises DataError when the prefix can't be listed or a file can't be read, StorageError when the
-    store doesn't answer, ConfigError for an empty prefix.
+    `ledger` has all files that were ingested before. A file that was rewritten with other content
+    is new; the same content under another name is not. Raises DataError when something can't be
+    read, StorageError when the store doesn't answer, ConfigError for an empty prefix.
     """
     if not prefix:
         raise ConfigError("retrain.path is empty; give the folder or s3:// prefix of new data")
@@ -94,24 +96,6 @@ def find_new_files(
     return NewFiles(prefix.rstrip("/"), tuple(new), late, known, waiting)
 
 
-def read_new_files(new_files: NewFiles) -> list[dict[str, object]]:
-    """Read the rows of all new files in canonical form, in the order of their paths.
-
-    Raises DataError when a file is unreadable, or has changed since it was found, and for a row
-    without a canonical form or a ground truth; StorageError when the store doesn't answer.
-    """
-    rows: list[dict[str, object]] = []
-    for file in new_files.files:
-        uri = f"{new_files.prefix}/{file.path}"
-        data = read_bytes(uri)
-        if hashlib.sha256(data).hexdigest() != file.sha256:
-            raise DataError(
-                f"{uri} was written again while this run ingested it; start the run again"
-            )
-        rows += canonical_rows(parse_rows(data, uri), uri, need_truth=True)
-    return rows
-
-
 def _dated_files(prefix: str) -> Iterator[tuple[str, date, str, Entry]]:
     """Path, day, URI and entry of all finished data files in dated folders, by path."""
     if not is_remote(prefix) and not as_path(prefix).is_dir():
@@ -120,21 +104,17 @@ def _dated_files(prefix: str) -> Iterator[tuple[str, date, str, Entry]]:
         files = Files(prefix)
         entries = files.find()
     for path, entry in sorted(entries.items()):
-        day = _day_of(path)
-        file = path.rsplit("/", 1)[-1]
-        if day is None or file.startswith(_UNFINISHED) or not file.lower().endswith(_SUFFIXES):
-            continue
-        yield path, day, files.uri_of(entry["name"]), entry
+        day, file = _day_of(path), path.rsplit("/", 1)[-1]
+        if day and not file.startswith(_UNFINISHED) and file.lower().endswith(_SUFFIXES):
+            yield path, day, files.uri_of(entry["name"]), entry
 
 
 def _day_of(path: str) -> date | None:
     """The day in the name of a path's first folder; None outside dated folders."""
     folder, separator, _ = path.partition("/")
     match = _DAY.fullmatch(folder)
-    if not separator or match is None:
-        return None
     try:
-        return date.fromisoformat(match[1])
+        return date.fromisoformat(match[1]) if separator and match else None
     except ValueError:
         return None
 
@@ -149,3 +129,67 @@ def _written(entry: Entry) -> datetime:
     raise DataError(
         f"{entry.get('name')}: the store has no time of its last write; use a folder or s3://"
     )
+
+
+def read_new_files(new_files: NewFiles) -> list[dict[str, object]]:
+    """Read the rows of all new files in canonical form, in the order of their paths.
+
+    Raises DataError for a file that has changed since it was found, and for an unusable row.
+    """
+    rows: list[dict[str, object]] = []
+    for file in new_files.files:
+        uri = f"{new_files.prefix}/{file.path}"
+        data = read_bytes(uri)
+        if hashlib.sha256(data).hexdigest() != file.sha256:
+            raise DataError(
+                f"{uri} was written again while this run ingested it; start the run again"
+            )
+        rows += canonical_rows(parse_rows(data, uri), uri, need_truth=True)
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """The rows of new files that a retraining run may train on."""
+
+    rows: pd.DataFrame  # each prompt once, in the order of arrival, with all columns of the files
+    total: int  # rows in the new files, e.g. 70
+
+    @property
+    def dropped(self) -> int:
+        """Number of rows that are repeated, held out, or trained on already."""
+        return self.total - len(self.rows)
+
+
+def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
+    """Read the new files and keep the rows that are new to a dataset's folder."""
+    arrived = pd.DataFrame(read_new_files(new_files))
+    if arrived.empty:
+        return NewRows(arrived, 0)
+    held_out = [dataset / f"{name}.parquet" for name in ("validation", "sft_validation")]
+    held_out += evaluation_files(dataset).values()
+    seen = {key for path in held_out for key in _prompt_keys(pd.read_parquet(path))}
+    train = pd.read_parquet(dataset / "train.parquet")
+    trained = set(zip(_prompt_keys(train), map(truth_of, train[RULE]), strict=True))
+    is_new = []
+    for key, rule in zip(_prompt_keys(arrived), arrived[RULE], strict=True):
+        is_new.append(key not in seen and (key, truth_of(rule)) not in trained)
+        if is_new[-1]:
+            seen.add(key)
+    return NewRows(arrived[is_new].reset_index(drop=True), len(arrived))
+
+
+def sample_replay(old: pd.DataFrame, new: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:
+    """Sample rows of `old` so that they make up `share` of the new training set.
+
+    Each prompt at most once, and none that is in `new`; fewer rows where `old` has too few.
+    """
+    keys = pd.Series(_prompt_keys(old), index=old.index, dtype=object)
+    is_candidate = ~keys.duplicated() & ~keys.isin(_prompt_keys(new))
+    candidates = old[is_candidate].reset_index(drop=True)
+    count = min(len(candidates), round(len(new) * share / (1 - share)))
+    return candidates.sample(n=count, random_state=seed)
+
+
+def _prompt_keys(frame: pd.DataFrame) -> list[str]:
+    return [normalise(prompt_text(prompt)) for prompt in frame["prompt"]]

@@ -10,21 +10,23 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import pandas as pd
 
-from engine.config import SamplingConfig
-from engine.data.order import EpochOrder, Order, PassRates, WeightedOrder, difficulty_of
-from engine.data.row_files import read_rl_rows
-from engine.data.rows import Truncation, row_numbers
+from engine.config import RowsConfig, SamplingConfig
+from engine.data.order import make_order
+from engine.data.row_files import read_file_rows
+from engine.data.rows import Truncation, plain, row_numbers
 from engine.data.templates import encode_prompts, encode_short_prompts
 from engine.errors import ConfigError, DataError
 from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_LIVE = ("pass_rate", "pass_rate_recheck")  # settings of `data.sampling`
 
 
 class PromptLoader:
@@ -48,12 +50,10 @@ class PromptLoader:
         template_variables: Mapping[str, object] | None = None,
         truncation: Truncation | None = None,
     ) -> None:
-        """`sampling` says how sources are mixed and how often a prompt is used.
+        """`sampling` says how sources are mixed, `truncation` how long prompts are cut.
 
-        `template_variables` are those of the chat template that its prompts are rendered with,
-        `truncation` says how the tokens of long ones are cut.
-        Raises ConfigError for weights that are not the sources', DataError without rows and for a
-        row without a difficulty.
+        `template_variables` are those of the chat template. Raises ConfigError for weights that are
+        not the sources', DataError without rows and for a row without a difficulty.
         """
         if len(frame) == 0:
             raise DataError("a prompt loader got no rows; give a frame with at least one")
@@ -73,8 +73,7 @@ class PromptLoader:
         if sampling.weights or sampling.curriculum:
             self._settings |= sampling.model_dump(include={"weights", "curriculum"})
         if sampling.pass_rate is not None:
-            live = {"pass_rate", "pass_rate_recheck"}
-            self._settings |= sampling.model_dump(mode="json", include=live)
+            self._settings |= sampling.model_dump(mode="json", include=set(_LIVE))
         prompts = _as_json([row.get("prompt") for row in self._rows])
         self._digest = hashlib.sha256(prompts.encode()).hexdigest()
         self._order = make_order(self._rows, seed, shuffle, sampling, self.batch_size)
@@ -88,7 +87,6 @@ class PromptLoader:
         return len(self._rows)
 
     def rows(self) -> list[Row]:
-        """All rows, in the order of the frame."""
         return [dict(row) for row in self._rows]
 
     @property
@@ -97,10 +95,7 @@ class PromptLoader:
         return self._order.epoch
 
     def next_batch(self) -> list[Row]:
-        """Return the next `batch_size` rows, each a dict of the frame's columns.
-
-        Raises DataError where too few prompts may be used again (`sampling.max_uses`).
-        """
+        """The next `batch_size` rows; DataError where too few may be used again."""
         return [dict(self._rows[self._order.next()]) for _ in range(self.batch_size)]
 
     def observe(self, prompt: object, rate: float) -> None:
@@ -109,46 +104,24 @@ class PromptLoader:
             self._order.observe(row, rate)
 
     def state_dict(self) -> dict[str, object]:
-        """Return where the loader is: plain values, fit for JSON."""
+        """Where the loader is: plain values, fit for JSON."""
         data = {"rows": len(self._rows), "digest": self._digest}
         return self._order.state_dict() | self._settings | data
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on right after the last row that the saved loader gave.
+        """Go on right after the last row that the saved loader gave, maybe in other batch sizes.
 
-        Another batch size may be in use by now. Raises DataError where the rows, the seed or the
-        order are not those of the saved state.
+        Raises DataError where the rows, the seed or the order are not those of the saved state.
         """
         present = self.state_dict()
         fixed = ("rows", "digest", "seed", "shuffle", "weights", "curriculum", "truncation")
-        for key in (*fixed, "pass_rate", "pass_rate_recheck"):
+        for key in (*fixed, *_LIVE):
             if state.get(key) != present.get(key):
                 raise DataError(
                     f"the saved loader state is of other data: {key} is {state.get(key)!r} there "
                     f"and {present.get(key)!r} here; resume with the same data, seed and order"
                 )
         self._order.load_state_dict(state)
-
-
-def make_order(
-    rows: Sequence[Mapping[str, object]],
-    seed: int,
-    shuffle: bool,
-    sampling: SamplingConfig,
-    batch_size: int,
-) -> Order:
-    """The order in which rows are drawn, in batches of about `batch_size`."""
-    difficulty = difficulty_of(rows, sampling.curriculum) if sampling.curriculum else None
-    uses, bounds, recheck = sampling.max_uses, sampling.pass_rate, sampling.pass_rate_recheck
-
-    def rates(size: int) -> PassRates | None:
-        return None if bounds is None else PassRates(size, bounds, recheck, uses, batch_size)
-
-    options: dict[str, Any] = {"shuffle": shuffle, "difficulty": difficulty, "max_uses": uses}
-    if not sampling.weights:
-        return EpochOrder(len(rows), seed, rates=rates(len(rows)), **options)
-    sources = [str(row.get("data_source")) for row in rows]
-    return WeightedOrder(sources, sampling.weights, seed, rates=rates, **options)
 
 
 def make_rl_data_loader(
@@ -159,14 +132,13 @@ def make_rl_data_loader(
     shuffle: bool = True,
     max_prompt_length: int = 0,
 ) -> PromptLoader:
-    """Read RL rows from a JSONL, JSON, CSV or Parquet file and return their loader.
+    """Read RL rows in canonical form from a JSONL, JSON, CSV or Parquet file; return their loader.
 
-    Rows are in canonical form (`engine.data.rows`); a ground truth may be absent from all of
-    them where the reward needs none. With a tokenizer, rows also get `prompt_ids` (list[int]), and
-    a prompt above `max_prompt_length` tokens (0: no limit) is refused. Raises DataError that names
-    the file and the first wrong rows.
+    A ground truth may be absent from all of them where the reward needs none. With a tokenizer,
+    rows also get `prompt_ids` (list[int]), and a prompt above `max_prompt_length` tokens (0: no
+    limit) is refused. Raises DataError that names the file and the first wrong rows.
     """
-    rows = read_rl_rows(path)
+    rows = read_file_rows(str(path), RowsConfig()).rows
     if tokenizer is not None:
         add_prompt_ids(rows, tokenizer, max_prompt_length, str(path))
     return PromptLoader(frame_of(rows), batch_size, seed, shuffle)
@@ -184,7 +156,7 @@ def add_prompt_ids(
     """Give each row `prompt_ids`; refuse prompts of more than `limit` tokens (0: no limit).
 
     With an empty `way_out` their `prompt_ids` are None instead, with `truncation` they are cut.
-    `numbers` are those of the rows in the file; 1, 2, … where there are none.
+    `numbers` are those of the rows in the file; none: 1, 2, ….
     """
     numbers = numbers or range(1, len(rows) + 1)
     prompts = [row["prompt"] for row in rows]
@@ -211,9 +183,4 @@ def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
 
 
 def _as_json(value: object) -> str:
-    return json.dumps(value, sort_keys=True, default=_plain)
-
-
-def _plain(value: object) -> object:
-    """Let JSON write what a frame read from Parquet holds: arrays instead of lists."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else repr(value)
+    return json.dumps(value, sort_keys=True, default=plain)

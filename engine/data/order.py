@@ -9,12 +9,13 @@ from __future__ import annotations
 import base64
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config import SamplingConfig
 from engine.data.rows import brief
 from engine.errors import ConfigError, DataError
 
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
     from engine.batch import Batch
 
 
-PassRateState = dict[str, str]
+State = dict[str, Any]  # fit for JSON
+
+BLOCK = 1024  # draws of a source made at once
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 class PassRates:
@@ -50,11 +54,9 @@ class PassRates:
         self.chosen = np.ones(size, bool)  # of the present epoch
 
     def observe(self, row: int, rate: float) -> None:
-        """Note the share of right completions that a row has just had."""
         self._rate[row] = rate
 
     def use(self, row: int) -> None:
-        """A row is given out."""
         self._uses[row] += 1
 
     def begin_epoch(self) -> None:
@@ -72,7 +74,7 @@ class PassRates:
         self._passed_over = np.where(chosen, 0, self._passed_over + 1).astype(np.int32)
         self.chosen = chosen
 
-    def state_dict(self) -> PassRateState:
+    def state_dict(self) -> State:
         """Return all of it as text, for JSON; exact."""
         return {
             name: base64.b64encode(zlib.compress(array.tobytes(), level=1)).decode()
@@ -100,22 +102,13 @@ class PassRates:
 
 
 def observed_rates(batch: Batch) -> Iterator[tuple[object, float]]:
-    """Each group's prompt (messages) and the share of right ones of its scored completions.
-
-    `batch` has `group_ids` and `reward_error` `[B]`, and the columns `prompt` and `reward_correct`.
-    """
+    """Each group's prompt (messages) and the share of right ones of its scored completions."""
     right, scored = batch.columns["reward_correct"].astype(float), ~batch["reward_error"]
     groups = batch["group_ids"]
     for group in groups.unique().tolist():
         rows = ((groups == group) & scored).nonzero().flatten().tolist()
         if rows:
             yield batch.columns["prompt"][rows[0]], float(right[rows].mean())
-
-
-BLOCK = 1024  # draws of a source made at once
-
-_NUMBER = re.compile(r"-?\d+(\.\d+)?")
-State = dict[str, Any]
 
 
 class EpochOrder:
@@ -145,20 +138,15 @@ class EpochOrder:
         self._size, self._seed, self._shuffle, self._stream = size, seed, shuffle, tuple(stream)
         self._difficulty = None if difficulty is None else np.asarray(difficulty)
         self._max_uses, self._rates = max_uses, rates
-        self._epoch, self._position = 0, 0  # rows of this epoch already given
+        self.epoch, self._position = 0, 0  # of the next row
         self._order = self._draw()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the next row comes from."""
-        return self._epoch
 
     @property
     def ended(self) -> bool:
         """Whether every row was used as often as it may be."""
         if self._rates is not None:
             return not len(self._order)
-        return bool(self._max_uses) and self._epoch >= self._max_uses
+        return bool(self._max_uses) and self.epoch >= self._max_uses
 
     def next(self) -> int:
         """Return the next row; DataError where none may be used again."""
@@ -172,7 +160,7 @@ class EpochOrder:
         if self._rates is not None:
             self._rates.use(row)
         if self._position == len(self._order):
-            self._epoch, self._position = self._epoch + 1, 0
+            self.epoch, self._position = self.epoch + 1, 0
             if self._rates is not None:
                 self._rates.begin_epoch()
             self._order = self._draw()
@@ -185,13 +173,13 @@ class EpochOrder:
 
     def state_dict(self) -> State:
         rates = {} if self._rates is None else {"rates": self._rates.state_dict()}
-        return {"epoch": self._epoch, "position": self._position, **rates}
+        return {"epoch": self.epoch, "position": self._position, **rates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         epoch, position = int(state["epoch"]), int(state["position"])
         if self._rates is not None:
             self._rates.load_state_dict(state["rates"])
-        self._epoch, self._position = max(0, epoch), position
+        self.epoch, self._position = max(0, epoch), position
         self._order = self._draw()
         rows = len(self._order)
         if epoch < 0 or not 0 <= position < max(1, rows):
@@ -203,7 +191,7 @@ class EpochOrder:
     def _draw(self) -> NDArray[np.int64]:
         order = np.arange(self._size)
         if self._shuffle:
-            draw = np.random.default_rng([self._seed, self._epoch, *self._stream])
+            draw = np.random.default_rng([self._seed, self.epoch, *self._stream])
             order = draw.permutation(self._size)
         if self._difficulty is not None:
             order = order[np.argsort(self._difficulty[order], kind="stable")]
@@ -215,50 +203,22 @@ class EpochOrder:
 class WeightedOrder:
     """Each row from a source that is drawn by weight; within a source, every row once an epoch.
 
-    A source whose rows were all used `max_uses` times is drawn no more, and the weights of the
-    others count among themselves.
+    A source whose rows were all used as often as they may be is drawn no more, and the weights of
+    the others count among themselves.
     """
 
     def __init__(
         self,
-        sources: Sequence[str],
+        rows: Mapping[str, Sequence[int]],
+        orders: Mapping[str, EpochOrder],
         weights: Mapping[str, float],
         seed: int,
-        *,
-        shuffle: bool = True,
-        difficulty: Sequence[float] | None = None,
-        max_uses: int = 0,
-        rates: Callable[[int], PassRates | None] = lambda size: None,
     ) -> None:
-        """`sources` are those of the rows, `rates(size)` the pass rates of so many rows of one.
-
-        ConfigError where `weights` are not theirs.
-        """
-        names = list(dict.fromkeys(sources))
-        for name in sorted(set(names) ^ weights.keys()):
-            raise ConfigError(
-                f"data.sampling.weights has {sorted(weights)}, and the rows' data_source is one of "
-                f"{sorted(names)}: {name!r} is in one only; give each source a weight"
-            )
-        if any(weight <= 0 for weight in weights.values()):
-            raise ConfigError(f"data.sampling.weights={dict(weights)}: weights must be above 0")
-        self._names, self._seed = sorted(names), seed
+        """By source: its rows, the order among them, and its weight."""
+        self._names, self._seed, self._rows, self._orders = sorted(rows), seed, rows, orders
         self._weights = np.asarray([weights[name] for name in self._names], dtype=float)
-        self._rows = {n: [i for i, name in enumerate(sources) if name == n] for n in self._names}
-        self._orders = {
-            name: EpochOrder(
-                len(rows),
-                seed,
-                shuffle=shuffle,
-                difficulty=None if difficulty is None else [difficulty[i] for i in rows],
-                max_uses=max_uses,
-                stream=(1, number),
-                rates=rates(len(rows)),
-            )
-            for number, (name, rows) in enumerate(self._rows.items())
-        }
         # By row: its source, and its index there.
-        self._index = {row: (n, i) for n, rows in self._rows.items() for i, row in enumerate(rows)}
+        self._index = {row: (n, i) for n, rows in rows.items() for i, row in enumerate(rows)}
         self._drawn = 0
         self._block = self._draw_block()
 
@@ -297,6 +257,49 @@ class WeightedOrder:
 
 
 Order = EpochOrder | WeightedOrder  # endless, or until every row was used enough
+
+
+def make_order(
+    rows: Sequence[Mapping[str, object]],
+    seed: int,
+    shuffle: bool,
+    sampling: SamplingConfig,
+    batch_size: int,
+) -> Order:
+    """The order in which rows are drawn, in batches of about `batch_size`."""
+    difficulty = difficulty_of(rows, sampling.curriculum) if sampling.curriculum else None
+    bounds, recheck, uses = sampling.pass_rate, sampling.pass_rate_recheck, sampling.max_uses
+    weights = sampling.weights
+
+    def epochs(indices: Sequence[int], stream: Sequence[int] = ()) -> EpochOrder:
+        size = len(indices)
+        return EpochOrder(
+            size,
+            seed,
+            shuffle=shuffle,
+            difficulty=None if difficulty is None else [difficulty[i] for i in indices],
+            max_uses=uses,
+            stream=stream,
+            rates=None if bounds is None else PassRates(size, bounds, recheck, uses, batch_size),
+        )
+
+    if not weights:
+        return epochs(range(len(rows)))
+    by_source: dict[str, list[int]] = {}
+    for i, row in enumerate(rows):
+        by_source.setdefault(str(row.get("data_source")), []).append(i)
+    for name in sorted(by_source.keys() ^ weights.keys()):
+        raise ConfigError(
+            f"data.sampling.weights has {sorted(weights)}, and the rows' data_source is one of "
+            f"{sorted(by_source)}: {name!r} is in one only; give each source a weight"
+        )
+    if any(weight <= 0 for weight in weights.values()):
+        raise ConfigError(f"data.sampling.weights={weights}: weights must be above 0")
+    orders = {
+        name: epochs(indices, (1, number))
+        for number, (name, indices) in enumerate(by_source.items())
+    }
+    return WeightedOrder(by_source, orders, weights, seed)
 
 
 def difficulty_of(rows: Sequence[Mapping[str, object]], path: str) -> list[float]:

@@ -2,8 +2,7 @@
 
 A pair is `{prompt, chosen, rejected, margin}`, a labelled row `{prompt, completion, label}`, one
 of steps `{prompt, completions, labels}`: `prompt` is chat messages, responses are text. Files may
-have messages as responses, with or without the conversation before them. Tokens are made in
-`training_examples`.
+have messages as responses, with or without the conversation before them.
 """
 
 from __future__ import annotations
@@ -16,13 +15,12 @@ from typing import Any, Literal
 import numpy as np
 
 from engine.config import RowsConfig
-from engine.data.row_files import BadRows, FileRows, RowMapper, data_files, mapped_rows
+from engine.data.row_files import FileRows, MappedRows, RowMapper, data_files
 from engine.data.rows import (
     brief,
-    has_words,
+    is_filled,
     is_messages,
     is_missing,
-    is_utf8,
     prompt_messages,
     user_message,
 )
@@ -38,20 +36,17 @@ def read_preference_rows(
 ) -> list[FileRows]:
     """Read the rows of files, folders, s3://… or hf://…, an entry a file, all of one kind.
 
-    A pair gives two rows with labels where labels are asked for. Raises DataError for bad rows
-    where `config.bad_rows` is "fail", with their numbers and the reason of the first.
+    A pair gives two rows with labels where labels are asked for. Raises as `MappedRows` does.
     """
     mapper = PreferenceMapper(config, kind)
     files = []
     for file in (file for address in addresses for file in data_files(address)):
-        bad = BadRows(file, config.bad_rows)
-        rows, numbers = list[Row](), list[int]()
-        for number, row in mapped_rows(file, config, bad, mapper=mapper):
+        mapped, rows, numbers = MappedRows(file, config, mapper=mapper), list[Row](), list[int]()
+        for number, row in mapped:
             split = _as_labelled(row) if kind == "labels" and "label" not in row else [row]
             rows += split
             numbers += [number] * len(split)
-        bad.check()
-        files.append(FileRows(rows, numbers, bad))
+        files.append(FileRows(file, rows, numbers, mapped.notes()))
     return files
 
 
@@ -85,7 +80,7 @@ def _pair_row(row: Row, where: str) -> Row:
     if chosen == rejected:
         raise DataError(f"{where}: columns 'chosen' and 'rejected' are the same; remove the row")
     margin: Any = 0.0 if is_missing(row.get("margin")) else row["margin"]
-    is_number = not isinstance(margin, bool) and isinstance(margin, int | float | np.number)
+    is_number = isinstance(margin, int | float | np.number) and not isinstance(margin, bool)
     if not is_number or not math.isfinite(margin):
         raise DataError(f"{where}: column 'margin' is {brief(margin)}; give a finite number")
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": float(margin)}
@@ -110,7 +105,7 @@ def _steps_row(row: Row, where: str) -> Row:
     prompt = _prompt(row, where)
     if prompt is None:
         raise _missing("prompt", row, where)
-    cells = [_cell(row, name, where) for name in ("completions", "labels")]
+    cells = (_cell(row, name, where) for name in ("completions", "labels"))
     steps, labels = (list(c) if isinstance(c, list | tuple | np.ndarray) else [] for c in cells)
     if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
         raise DataError(
@@ -183,7 +178,7 @@ def _prompt(row: Row, where: str) -> list[dict[str, str]] | None:
 def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, str]], str]:
     """The messages before a response, which its cell may have, and its text."""
     messages: object = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
-    if not is_messages(messages) or not has_words(messages) or not is_utf8(messages):
+    if not is_messages(messages) or not is_filled(messages):
         raise DataError(
             f"{where}: column {name!r} is {brief(cell)}; give text that is not empty, or messages "
             "that end with the assistant's"
@@ -221,57 +216,29 @@ def _missing(name: str, row: Row, where: str, example: str = "…") -> DataError
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredCompletion:
-    """What a policy answered, and what the reward said of it."""
-
-    text: str  # e.g. "<<23+14=37>>37\n#### 37"
-    score: float | None  # None, or NaN: the reward failed
-    truncated: bool = False  # cut at the length limit: it has no end that could be learned
-
-
-@dataclass(frozen=True, slots=True)
 class ScoredGroup:
-    """The completions of one prompt."""
+    """What can be learned from of a policy's completions of one prompt."""
 
     prompt: Sequence[Mapping[str, object]]  # messages, e.g. [{"role": "user", "content": "1+1?"}]
-    completions: Sequence[ScoredCompletion]
+    scores: Mapping[str, float]  # by text, in the order of sampling
     extra_info: Mapping[str, object] = field(default_factory=dict)  # e.g. {"policy_version": 12}
 
-    @property
-    def usable(self) -> list[tuple[str, float]]:
-        """Text and score of what can be learned from, in the order of sampling."""
-        return [
-            (completion.text, float(completion.score))
-            for completion in self.completions
-            if completion.score is not None
-            and not math.isnan(completion.score)
-            and not completion.truncated
-            and completion.text.strip()
-        ]
+    def row(self, extra_info: Mapping[str, object], **columns: object) -> Row:
+        prompt = [dict(message) for message in self.prompt]
+        return {"prompt": prompt, **columns, "extra_info": {**self.extra_info, **extra_info}}
 
 
 def pairs_from_groups(
-    groups: Iterable[ScoredGroup],
-    *,
-    pairs_per_group: int = 1,
-    min_gap: float = 0.0,
-    margins: bool = False,
+    groups: Iterable[ScoredGroup], pairs_per_group: int = 1, min_gap: float = 0.0
 ) -> list[Row]:
-    """The best and the worst completion of each group as chosen and rejected.
+    """The best and the worst completion of each group as chosen and rejected, with margin 0.
 
-    With `pairs_per_group` also the second best and the second worst, and so on; each text is in one
-    pair of a group at most. A pair's scores differ by more than `min_gap`; of equal ones the first
-    counts. `margins` makes the difference the pair's `margin`, which the reward model's loss asks
-    its scores to exceed; without it that is 0. Both scores are in `extra_info`. Raises DataError
-    for a number of pairs below 1 or a negative gap.
+    With `pairs_per_group` also the second best and the second worst, and so on. A pair's scores,
+    which are in `extra_info`, differ by more than `min_gap`; of equal ones the first counts.
     """
-    if pairs_per_group < 1:
-        raise DataError(f"pairs_per_group={pairs_per_group} must be 1 or more")
-    if not min_gap >= 0:
-        raise DataError(f"min_gap={min_gap} must be 0 or more")
     rows: list[Row] = []
     for group in groups:
-        scores = _distinct(group.usable)
+        scores = group.scores
         best = sorted(scores, key=lambda text: -scores[text])  # stable: of equal ones the first
         worst = sorted(scores, key=lambda text: scores[text])
         count = min(pairs_per_group, len(scores) // 2)
@@ -279,48 +246,23 @@ def pairs_from_groups(
             high, low = scores[chosen], scores[rejected]
             if high - low <= min_gap:
                 break
-            rows.append(
-                {
-                    "prompt": [dict(message) for message in group.prompt],
-                    "chosen": chosen,
-                    "rejected": rejected,
-                    "margin": high - low if margins else 0.0,
-                    "extra_info": {**group.extra_info, "chosen_score": high, "rejected_score": low},
-                }
-            )
+            ends = {"chosen_score": high, "rejected_score": low}
+            rows.append(group.row(ends, chosen=chosen, rejected=rejected, margin=0.0))
     return rows
 
 
-def labels_from_groups(
-    groups: Iterable[ScoredGroup], *, threshold: float = 0.5, per_group: int = 0
-) -> list[Row]:
-    """Each completion with a label: good where its score is above `threshold`.
+def labels_from_groups(groups: Iterable[ScoredGroup], per_group: int = 0) -> list[Row]:
+    """Each completion with a label: good where its score is above 0.5.
 
-    Of each label at most `per_group` completions of a group (0: all), the first ones; each text
-    once. For KTO, which needs no partner: a group that is all good, or all bad, counts as well.
+    Of each label at most `per_group` completions of a group (0: all), the first ones. For KTO,
+    which needs no partner: a group that is all good, or all bad, counts as well.
     """
     rows: list[Row] = []
     for group in groups:
         taken = {True: 0, False: 0}
-        for text, score in _distinct(group.usable).items():
-            label = score > threshold
+        for text, score in group.scores.items():
+            label = score > 0.5
             taken[label] += 1
-            if per_group and taken[label] > per_group:
-                continue
-            rows.append(
-                {
-                    "prompt": [dict(message) for message in group.prompt],
-                    "completion": text,
-                    "label": label,
-                    "extra_info": {**group.extra_info, "score": score},
-                }
-            )
+            if not per_group or taken[label] <= per_group:
+                rows.append(group.row({"score": score}, completion=text, label=label))
     return rows
-
-
-def _distinct(scored: Iterable[tuple[str, float]]) -> dict[str, float]:
-    """Each text with the score that it got first."""
-    first: dict[str, float] = {}
-    for text, score in scored:
-        first.setdefault(text, score)
-    return first

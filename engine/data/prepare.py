@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import tempfile
 from array import array
 from collections import Counter
@@ -15,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.config import DataConfig
-from engine.data.decontamination import HeldOut, SeenPrompts, hold_out_files, question_text
-from engine.data.row_files import BadRows, address_digest, mapped_rows, split_addresses
+from engine.data.decontamination import HeldOut, SeenPrompts, question_text
+from engine.data.row_files import MappedRows, address_digest, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, as_text, is_missing, prompt_text
 from engine.data.sources import prompt_key, rl_columns
 from engine.data.templates import encode_short_prompts
@@ -36,13 +36,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-BATCH_ROWS = 4096  # a row group
-_KINDS: dict[type, pa.DataType] = {
-    bool: pa.bool_(),
-    int: pa.int64(),
-    float: pa.float64(),
-    str: pa.string(),
-}
+GROUP_ROWS = 4096  # of a Parquet file
+BATCH_ROWS = 1024  # encoded at once
+_KINDS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 
 
 class ParquetWriter:
@@ -57,30 +53,26 @@ class ParquetWriter:
         self._path = path
         self._spool = tempfile.TemporaryFile("w+", encoding="utf-8", dir=path.parent)  # noqa: SIM115
         self._kinds: dict[str, pa.DataType] = {}
-        self.rows = 0
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         with self._spool:
             if kind is None:
                 self._write()
 
     def add(self, row: dict[str, Any]) -> None:
-        """Take a row."""
         rule = {name: as_text(value) for name, value in row[RULE].items() if not is_missing(value)}
         extra = {name: _plain(value) for name, value in row[EXTRA].items()}
         for name, value in extra.items():
             if value is not None:
-                kinds = {self._kinds.get(name, _KINDS[type(value)]), _KINDS[type(value)]}
+                kind = _KINDS[type(value)]
+                kinds = {self._kinds.get(name, kind), kind}
                 mixed = pa.float64() if kinds <= {pa.int64(), pa.float64()} else pa.string()
-                self._kinds[name] = kinds.pop() if len(kinds) == 1 else mixed
+                self._kinds[name] = kind if len(kinds) == 1 else mixed
         json.dump({**row, RULE: rule, EXTRA: extra}, self._spool, ensure_ascii=False)
         self._spool.write("\n")
-        self.rows += 1
 
     def _write(self) -> None:
         text = pa.string()
@@ -96,17 +88,13 @@ class ParquetWriter:
         partial = self._path.with_suffix(".partial")
         self._spool.seek(0)
         with pq.ParquetWriter(partial, schema) as writer:
-            while rows := [self._typed(line) for line in islice(self._spool, BATCH_ROWS)]:
+            while rows := list(map(json.loads, islice(self._spool, GROUP_ROWS))):
+                for extra in (row[EXTRA] for row in rows):
+                    for name, value in extra.items():
+                        if value is not None and self._kinds[name] == text:
+                            extra[name] = as_text(value)
                 writer.write_table(pa.Table.from_pylist(rows, schema=schema))
         partial.rename(self._path)
-
-    def _typed(self, line: str) -> dict[str, Any]:
-        row: dict[str, Any] = json.loads(line)
-        extra = row[EXTRA]
-        for name, value in extra.items():
-            if value is not None and self._kinds[name] == pa.string():
-                extra[name] = as_text(value)
-        return row
 
 
 def _plain(value: object) -> object:
@@ -134,22 +122,21 @@ class SplitCard:
     digest: str = ""  # SHA-256 of the split's file
 
     def add(self, row: Mapping[str, Any], length: int) -> None:
-        """Count a row."""
         self.lengths.append(length)
         if len(self.samples) < SAMPLES:
             shown = {"prompt": prompt_text(row["prompt"])[:SHOWN_CHARACTERS]}
             for column in ("response", "chosen", "rejected", "completion"):
                 if column in row:
                     shown[column] = str(row[column])[:SHOWN_CHARACTERS]
-            if isinstance(rule := row.get(RULE), Mapping):
-                shown[TRUTH] = str(rule.get(TRUTH))[:SHOWN_CHARACTERS]
+            if RULE in row:
+                shown[TRUTH] = str(row[RULE].get(TRUTH))[:SHOWN_CHARACTERS]
             self.samples.append(json.dumps(shown, ensure_ascii=False))
 
 
 def card_markdown(
     source: str, digest: str, splits: Sequence[SplitCard], notes: Sequence[str] = ()
 ) -> str:
-    """The card as Markdown. `digest` is the source's; `notes` are sentences for the end."""
+    """The card as Markdown: `digest` is the source's, `notes` end it, and all splits have rows."""
     reasons = list(dict.fromkeys(reason for card in splits for reason in card.left_out))
     head = ["split", "rows", "least", "median", "mean", "95 %", "most", *reasons, "SHA-256"]
     table = [head, ["---"] * len(head), *(_figures(card, reasons) for card in splits)]
@@ -179,34 +166,24 @@ def card_html(markdown: str) -> str:
 
 def _figures(card: SplitCard, reasons: Sequence[str]) -> list[str]:
     lengths = np.asarray(card.lengths)
-    if not len(lengths):
-        cells = ["0", "", "", "", "", ""]
-    else:
-        median, high = np.percentile(lengths, [50, 95])
-        figures = (lengths.min(), median, lengths.mean(), high, lengths.max())
-        cells = [f"{len(lengths):,}", *(f"{figure:,.0f}" for figure in figures)]
-    counts = [f"{card.left_out[reason]:,}" for reason in reasons]
-    return [card.name, *cells, *counts, f"`{card.digest[:16]}`" if card.digest else ""]
+    median, high = np.percentile(lengths, [50, 95])
+    figures = (len(lengths), lengths.min(), median, lengths.mean(), high, lengths.max())
+    counts = (card.left_out[reason] for reason in reasons)
+    cells = [f"{figure:,.0f}" for figure in (*figures, *counts)]
+    return [card.name, *cells, f"`{card.digest[:16]}`"]
 
 
 def _histogram(card: SplitCard) -> list[str]:
-    if not len(card.lengths):
-        return []
     counts, edges = np.histogram(np.asarray(card.lengths), bins=BINS)
-    highest = max(counts)
     bars = [
-        f"{edges[i]:>10,.0f} {'█' * -(-int(count) * BAR // int(highest))} {count:,}".rstrip()
-        for i, count in enumerate(counts)
+        f"{edge:>10,.0f} {'█' * math.ceil(count * BAR / counts.max())} {count:,}".rstrip()
+        for edge, count in zip(edges[:-1], counts, strict=True)
     ]
     return ["", f"Rows by the prompt's {card.unit}, from:", "", "```", *bars, "```"]
 
 
 def _inline(text: str) -> str:
     return " ".join(text.split())
-
-
-_BATCH_ROWS = 1024  # encoded at once
-_NO_LIMIT = 1 << 40
 
 
 @dataclass
@@ -224,12 +201,11 @@ class _Preparation:
         texts: list[str] = []
         with ParquetWriter(path) as writer:
             for number, row, length in self._measured(self._new_rows(addresses, card), card):
-                row = rl_columns(row, number, split)
-                writer.add(row)
+                writer.add(rl_columns(row, number, split))
                 card.add(row, length)
                 if split != "train":
                     texts.append(question_text(row["prompt"]))
-            if not writer.rows:
+            if not card.lengths:
                 counts = ", ".join(f"{count} {reason}" for reason, count in card.left_out.items())
                 reasons = "; ".join([counts or "there was none", *self.notes])
                 raise DataError(f"{split}: no row is left; {reasons}")
@@ -242,8 +218,8 @@ class _Preparation:
         """Good rows whose prompts are neither repeated nor, but for test rows, held out."""
         seen = SeenPrompts()
         for address in addresses:
-            bad = BadRows(address, self.config.bad_rows)
-            for number, row in mapped_rows(address, self.config, bad, need_truth=True):
+            rows = MappedRows(address, self.config, need_truth=True)
+            for number, row in rows:
                 if not seen.add(prompt_key(row)):
                     card.left_out["repeated"] += 1
                     continue
@@ -254,17 +230,16 @@ class _Preparation:
                     card.left_out[f"held out, {match}"] += 1
                 else:
                     yield number, row
-            bad.check()
-            if bad.count:
-                card.left_out["bad"] += bad.count
-                self.notes.append(bad.sentence())
+            if rows.bad:
+                card.left_out["bad"] += rows.bad
+            self.notes += rows.notes()
 
     def _measured(
         self, rows: Iterator[tuple[int, Row]], card: SplitCard
     ) -> Iterator[tuple[int, Row, int]]:
         """Rows with their prompts' lengths; those over `data.max_prompt_length` are left out."""
-        limit = self.config.max_prompt_length or _NO_LIMIT
-        while batch := list(islice(rows, _BATCH_ROWS)):
+        limit = self.config.max_prompt_length or 1 << 40
+        while batch := list(islice(rows, BATCH_ROWS)):
             numbers, prompts = [number for number, _ in batch], [row["prompt"] for _, row in batch]
             if self.tokenizer is None:
                 lengths = [len(prompt_text(prompt)) for prompt in prompts]
@@ -289,9 +264,7 @@ def prepare(
     """
     addresses = split_addresses(config.path, config.splits)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = config.decontaminate
-    work = _Preparation(config, folder, tokenizer, HeldOut(settings.ngram, settings.overlap))
-    hold_out_files(config, work.held_out)
+    work = _Preparation(config, folder, tokenizer, HeldOut.of(config))
     order = [split for split in ("test", "validation", "train") if split in addresses]
     cards = [work.write(split, addresses[split]) for split in order]
     digests = [address_digest(address) for split in addresses for address in addresses[split]]

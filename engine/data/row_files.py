@@ -1,9 +1,7 @@
 """Rows of files and hub datasets: which files are which split, their columns by name, and bad rows.
 
-Reads JSONL, JSON, CSV, Parquet and datasets of the Hugging Face hub, by the address
-`hf://ID[@REVISION][:SUBSET[:SPLIT]]`: an empty subset is the dataset's default, a split may be a
-slice such as `train[:10%]`. Columns are mapped to the contract; rows that can't be used are refused
-or counted (`data.bad_rows`), and errors kept for the first few alone. `mapped_rows` streams,
+A dataset of the Hugging Face hub has the address `hf://ID[@REVISION][:SUBSET[:SPLIT]]`: an empty
+subset is its default, a split may be a slice such as `train[:10%]`. `MappedRows` streams,
 `read_file_rows` returns all.
 """
 
@@ -11,28 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from jinja2 import StrictUndefined, Template, TemplateSyntaxError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config import RowsConfig
-from engine.data.rows import (
-    RULE,
-    SHOWN,
-    TRUTH,
-    canonical_row,
-    is_messages,
-    is_missing,
-    missing_truths,
-    row_numbers,
-    same_columns,
-)
+from engine.data import rows
+from engine.data.rows import RULE, TRUTH, is_messages, is_missing
 from engine.errors import ConfigError, DataError, EmptyFileError, EngineError
 from engine.storage.filesystem import as_path, is_remote
 from engine.storage.json_rows import Numbered, Row
@@ -40,7 +29,6 @@ from engine.storage.readers import is_data_file, list_files, open_file, stream_r
 
 HUB = "hf://"
 HUB_TIMEOUT_S = 10.0
-_BATCH_ROWS = 1024
 _ADDRESS = re.compile(
     r"hf://(?P<id>[\w.-]+(?:/[\w.-]+)?)(?:@(?P<revision>[^:@]+))?"
     r"(?::(?P<subset>[^:]*))?(?::(?P<split>.+))?"
@@ -48,8 +36,7 @@ _ADDRESS = re.compile(
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-@dataclass(frozen=True, slots=True)
-class HubDataset:
+class HubDataset(NamedTuple):
     """What an address names."""
 
     id: str  # e.g. "openai/gsm8k"
@@ -59,7 +46,7 @@ class HubDataset:
 
 
 def parse_address(address: str) -> HubDataset:
-    """Return the parts of an address; DataError for one of another form."""
+    """The parts of an address; DataError for one of another form."""
     match = _ADDRESS.fullmatch(address)
     if match is None:
         raise DataError(
@@ -78,9 +65,8 @@ def hub_commit(dataset: HubDataset) -> str:
 
     try:
         # Asked with a deadline: a download would wait without end for a silent network.
-        info = HfApi().dataset_info(
-            dataset.id, revision=dataset.revision or None, timeout=HUB_TIMEOUT_S
-        )
+        revision = dataset.revision or None
+        info = HfApi().dataset_info(dataset.id, revision=revision, timeout=HUB_TIMEOUT_S)
     except (OSError, HTTPError, HFValidationError) as error:
         raise DataError(
             f"the Hugging Face hub gives no dataset {dataset.id!r}"
@@ -96,10 +82,8 @@ def hub_splits(dataset: HubDataset) -> list[str]:
     from datasets import get_dataset_split_names
 
     with _refusals(dataset):
-        names = get_dataset_split_names(
-            dataset.id, dataset.subset or None, revision=hub_commit(dataset)
-        )
-    return [str(name) for name in names]
+        commit = hub_commit(dataset)
+        return get_dataset_split_names(dataset.id, dataset.subset or None, revision=commit)
 
 
 def hub_rows(address: str) -> Iterator[Numbered]:
@@ -114,14 +98,11 @@ def hub_rows(address: str) -> Iterator[Numbered]:
 
     with _refusals(dataset):
         table: Any = load_dataset(
-            dataset.id,
-            dataset.subset or None,
-            split=dataset.split,
-            revision=hub_commit(dataset),
+            dataset.id, dataset.subset or None, split=dataset.split, revision=hub_commit(dataset)
         ).with_format("arrow")
     if not len(table):
         raise EmptyFileError(f"{address} has no rows; name another split")
-    batches = (batch.to_pylist() for batch in table.iter(_BATCH_ROWS))
+    batches = (batch.to_pylist() for batch in table.iter(1024))
     yield from enumerate(chain.from_iterable(batches), start=1)
 
 
@@ -156,10 +137,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+([@:].+)?")
 def split_addresses(
     path: str, names: Mapping[str, str], *, need_train: bool = True
 ) -> dict[str, list[str]]:
-    """The addresses of each split below `path`; with `need_train` that is one of them.
+    """The addresses of each split below `path`; without any known name all is training data.
 
-    `names` says what a split is called there, e.g. {"test": "dev"}. Without any known name all of
-    it is training data. Raises DataError where there is nothing to read.
+    `names` says what a split is called there, e.g. {"test": "dev"}. Raises DataError where there is
+    nothing to read, or no training data with `need_train`.
     """
     if unknown := sorted(names.keys() - NAMES.keys()):
         raise DataError(
@@ -172,25 +153,40 @@ def split_addresses(
         )
     if not is_remote(path) and not as_path(path).exists() and _HUB_ID.fullmatch(path):
         path = HUB + path
-    if path.startswith(HUB):
-        return _hub_addresses(path, names, need_train)
-    is_folder = not is_remote(path) and as_path(path).is_dir()
-    if is_data_file(path) and not is_folder:
-        return {"train": [path if is_remote(path) else str(Path(as_path(path)).absolute())]}
-    files = _files_of(path)
-    file_names = {uri: PurePosixPath(uri).name for uri in files}
     splits: dict[str, list[str]] = {}
-    for split, usual in NAMES.items():
-        known = {names[split].lower()} if split in names else set(usual)
-        # {"train", "00000", "of", …} of train-00000-of-00002.parquet
-        words = {uri: re.split(r"[^a-z0-9]+", name.lower()) for uri, name in file_names.items()}
-        if uris := [uri for uri in files if known & set(words[uri])]:
-            splits[split] = uris
-        elif split in names:
-            raise DataError(f"data.splits.{split}={names[split]!r} is in the name of no file")
-    if not splits:
-        return {"train": files}
-    return _with_train(splits, path, file_names.values(), need_train)
+    if path.startswith(HUB):
+        dataset = parse_address(path)
+        if dataset.split:
+            return {"train": [path]}
+        there = hub_splits(dataset)
+        head = path if dataset.subset or path.count(":") > 1 else f"{path}:"
+        for split, usual in NAMES.items():
+            # A slice such as test[:500] is no name of a split, but datasets knows it.
+            name = names.get(split) or next((name for name in usual if name in there), "")
+            if name:
+                splits[split] = [f"{head}:{name}"]
+    else:
+        is_folder = not is_remote(path) and as_path(path).is_dir()
+        if is_data_file(path) and not is_folder:
+            return {"train": [path if is_remote(path) else str(Path(as_path(path)).absolute())]}
+        files = {uri: PurePosixPath(uri).name for uri in _files_of(path)}
+        there = list(files.values())
+        for split, usual in NAMES.items():
+            known = {names[split].lower()} if split in names else set(usual)
+            # {"train", "00000", "of", …} of train-00000-of-00002.parquet
+            words = {uri: re.split(r"[^a-z0-9]+", name.lower()) for uri, name in files.items()}
+            if uris := [uri for uri in files if known & set(words[uri])]:
+                splits[split] = uris
+            elif split in names:
+                raise DataError(f"data.splits.{split}={names[split]!r} is in the name of no file")
+        if not splits:
+            return {"train": list(files)}
+    if not splits or (need_train and "train" not in splits):
+        raise DataError(
+            f"data.path={path!r} has no training split among {', '.join(there)}; name one in "
+            "data.splits.train"
+        )
+    return splits
 
 
 def _files_of(path: str) -> list[str]:
@@ -204,34 +200,6 @@ def _files_of(path: str) -> list[str]:
     )
 
 
-def _hub_addresses(
-    address: str, names: Mapping[str, str], need_train: bool
-) -> dict[str, list[str]]:
-    dataset = parse_address(address)
-    if dataset.split:
-        return {"train": [address]}
-    there = hub_splits(dataset)
-    head = address if dataset.subset or address.count(":") > 1 else f"{address}:"
-    # A slice such as test[:500] is no name of a split, but datasets knows it.
-    chosen = {
-        split: names.get(split) or next((name for name in usual if name in there), "")
-        for split, usual in NAMES.items()
-    }
-    splits = {split: [f"{head}:{name}"] for split, name in chosen.items() if name}
-    return _with_train(splits, address, there, need_train)
-
-
-def _with_train(
-    splits: dict[str, list[str]], path: str, there: Iterable[str], need_train: bool
-) -> dict[str, list[str]]:
-    if not splits or (need_train and "train" not in splits):
-        raise DataError(
-            f"data.path={path!r} has no training split among {', '.join(there)}; name one in "
-            "data.splits.train"
-        )
-    return splits
-
-
 def address_digest(address: str) -> str:
     """SHA-256 of a file's content; of a hub dataset, its commit with subset and split."""
     if address.startswith(HUB):
@@ -242,7 +210,6 @@ def address_digest(address: str) -> str:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
-_BOXES = ("\\boxed{", "\\fbox{")
 _CONVERSATIONS = ("prompt", "chosen", "rejected", "completion")  # columns of messages, or text
 LONGEST_TEXT = 4_000_000  # characters of one cell: a million tokens, more than any model reads
 
@@ -281,7 +248,7 @@ class RowMapper:
             )
         if self._config.data_source and is_missing(row.get("data_source")):
             row["data_source"] = self._config.data_source
-        canonical = canonical_row(row, where)
+        canonical = rows.canonical_row(row, where)
         return canonical | {"prompt": self.with_system(canonical["prompt"])}
 
     def named(self, raw: Row, where: str) -> Row:
@@ -299,7 +266,16 @@ class RowMapper:
         # A column that gives its name to another one is replaced by it.
         replaced = {*columns, *columns.values()}
         row = {column: value for column, value in raw.items() if column not in replaced} | mapped
-        row |= {c: _rendered(t, raw | row, c, where) for c, t in self._templates.items()}
+        values = raw | row
+        for column, template in self._templates.items():
+            try:
+                row[column] = template.render(values)
+            except Exception as error:  # whatever a template does with what the data hold
+                reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
+                raise DataError(
+                    f"{where}: data.templates.{column} can't be rendered ({type(error).__name__}: "
+                    f"{reason}); its columns are {sorted(values)}"
+                ) from error
         for column, value in row.items():
             _check_text(value, column, where)
         return row
@@ -312,16 +288,13 @@ class RowMapper:
 
 
 def last_boxed(text: str) -> str:
-    """The filter `boxed`: what is in the last `\\boxed{…}` or `\\fbox{…}` of a text.
-
-    Raises ValueError where there is none, or its braces don't close.
-    """
-    start = max(text.rfind(mark) + len(mark) if mark in text else -1 for mark in _BOXES)
+    """The filter `boxed`: what is in the last `\\boxed{…}` or `\\fbox{…}`; ValueError for none."""
+    boxes = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\{", text)]
     depth = 1
-    for at in range(start, len(text)) if start >= 0 else ():
+    for at in range(boxes[-1], len(text)) if boxes else ():
         depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
         if not depth:
-            return text[start:at]
+            return text[boxes[-1] : at]
     raise ValueError("there is no \\boxed{…}")
 
 
@@ -343,17 +316,6 @@ def _value(raw: Row, path: str) -> object:
     return value
 
 
-def _rendered(template: Template, row: Row, column: str, where: str) -> str:
-    try:
-        return template.render(row)
-    except Exception as error:  # whatever a template does with what the data hold
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
-        raise DataError(
-            f"{where}: data.templates.{column} can't be rendered ({type(error).__name__}: "
-            f"{reason}); its columns are {sorted(row)}"
-        ) from error
-
-
 def _check_text(value: object, column: str, where: str) -> None:
     """Refuse text that no model reads: with a NUL, or of megabytes."""
     texts = [value] if isinstance(value, str) else []
@@ -371,130 +333,119 @@ def _check_text(value: object, column: str, where: str) -> None:
             )
 
 
-@dataclass(slots=True)
-class BadRows:
-    """The bad rows of one file."""
+class MappedRows:
+    """The canonical rows at an address, with their numbers, to be iterated over once.
 
-    name: str  # of the file, e.g. "train.csv"
-    policy: str  # data.bad_rows
-    total: int = 0  # rows seen, good ones too
-    count: int = 0
-    numbers: list[int] = field(default_factory=list)  # of the first few
-    first: str = ""  # why the first one is bad
+    Raises DataError for what is wrong with the file as a whole, at its end for bad rows where
+    `config.bad_rows` is "fail", and StorageError when a store doesn't answer. With "drop" bad rows
+    are counted here, of which a file without rows has one.
+    """
 
-    def add(self, number: int, error: DataError) -> None:
-        """A bad row of the file."""
-        self.count += 1
-        self.first = self.first or str(error)
-        if len(self.numbers) <= SHOWN:
-            self.numbers.append(number)
+    def __init__(
+        self,
+        address: str,
+        config: RowsConfig,
+        *,
+        need_truth: bool = False,
+        mapper: Callable[[Row, str], Row] | None = None,
+    ) -> None:
+        """`mapper` makes rows canonical; None: as RL rows, which may `need_truth`."""
+        self.address = address
+        self._policy, self._need_truth = config.bad_rows, need_truth
+        self._map = mapper or RowMapper(config)
+        self._total = 0  # rows seen, good ones too
+        self.bad = 0
+        self._numbers: list[int] = []  # of the first bad ones
+        self._first = ""  # why the first one is bad
 
-    def check(self) -> None:
-        """Raise DataError where bad rows are refused."""
-        if not self.count or self.policy == "drop":
+    def __iter__(self) -> Iterator[tuple[int, Row]]:
+        is_hub = self.address.startswith(HUB)
+        numbered = hub_rows(self.address) if is_hub else stream_rows(self.address)
+        try:
+            for number, raw in numbered:
+                self._total += 1
+                try:
+                    row = self._mapped(raw, f"{self.address}, row {number}")
+                except DataError as error:
+                    self._refuse(number, error)
+                    continue
+                yield number, row
+        except EmptyFileError as error:
+            self.bad, self._total, self._first = 1, 1, str(error)
+        if not self.bad or self._policy == "drop":
             return
-        if self.count == 1:
-            raise DataError(f"{self.first}; or leave it out with data.bad_rows=drop")
+        if self.bad == 1:
+            raise DataError(f"{self._first}; or leave it out with data.bad_rows=drop")
         raise DataError(
-            f"{self.first}; {self.count} of {self.total} rows are bad "
-            f"({row_numbers(self.numbers)}): correct them, or leave them out with "
+            f"{self._first}; {self.bad} of {self._total} rows are bad "
+            f"({rows.row_numbers(self._numbers)}): correct them, or leave them out with "
             "data.bad_rows=drop"
         )
 
-    def sentence(self) -> str:
-        """What was left out and why, for a log; empty where nothing was."""
-        if not self.numbers:
-            return f"left out: {self.first}" if self.count else ""
-        return (
-            f"{self.name}: {self.count} of {self.total} rows are bad and left out "
-            f"({row_numbers(self.numbers)}); the first: {self.first}"
-        )
+    def _mapped(self, raw: Row | DataError, where: str) -> Row:
+        if isinstance(raw, DataError):
+            raise raw
+        row = self._map(raw, where)
+        if self._need_truth and row[RULE][TRUTH] is None:
+            raise DataError(f"{where}: there is no ground truth; name its column in data.columns")
+        return row
 
+    def refuse_without_truth(self, numbers: Sequence[int]) -> None:
+        """Count rows that were given out as bad: they have no ground truth, and others have."""
+        error = rows.missing_truths(self.address, numbers, self._total)
+        if self._policy == "fail":
+            raise error
+        for number in numbers:
+            self._refuse(number, error)
 
-def mapped_rows(
-    address: str,
-    config: RowsConfig,
-    bad: BadRows,
-    *,
-    need_truth: bool = False,
-    mapper: Callable[[Row, str], Row] | None = None,
-) -> Iterator[tuple[int, Row]]:
-    """The canonical rows at an address with their numbers; bad ones go to `bad` instead.
+    def _refuse(self, number: int, error: DataError) -> None:
+        self.bad += 1
+        self._first = self._first or str(error)
+        if len(self._numbers) <= rows.SHOWN:
+            self._numbers.append(number)
 
-    `mapper` makes them canonical; None: as RL rows. A row without a ground truth is bad with
-    `need_truth`. Raises DataError for what is wrong with the whole file (a file without rows counts
-    as one bad row with data.bad_rows=drop), StorageError when a store doesn't answer.
-    """
-    mapper = mapper or RowMapper(config)
-    rows = hub_rows(address) if address.startswith(HUB) else stream_rows(address)
-    while True:
-        try:
-            number, raw = next(rows)
-        except StopIteration:
-            return
-        except EmptyFileError as error:
-            bad.count, bad.total, bad.first = 1, 1, str(error)
-            return
-        bad.total += 1
-        where = f"{address}, row {number}"
-        try:
-            if isinstance(raw, DataError):
-                raise raw
-            row = mapper(raw, where)
-            if need_truth and row[RULE][TRUTH] is None:
-                raise DataError(
-                    f"{where}: there is no ground truth; name its column in data.columns"
-                )
-        except DataError as error:
-            bad.add(number, error)
-            continue
-        yield number, row
+    def notes(self) -> list[str]:
+        """What was left out and why, in a sentence for a log; none where nothing was."""
+        if not self.bad:
+            return []
+        if not self._numbers:
+            return [f"left out: {self._first}"]
+        return [
+            f"{self.address}: {self.bad} of {self._total} rows are bad and left out "
+            f"({rows.row_numbers(self._numbers)}); the first: {self._first}"
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class FileRows:
-    """The good rows of a file, and what became of the others."""
+    """The good rows of a file."""
 
+    address: str
     rows: list[Row]
     numbers: list[int]  # of the rows in the file, from 1
-    bad: BadRows
-
-
-def read_rl_rows(path: str | Path) -> list[Row]:
-    """Read the rows of a file in canonical form; DataError names the first row that has none."""
-    return read_file_rows(str(path), RowsConfig()).rows
+    notes: list[str]  # what was left out, a sentence; may be empty
 
 
 def read_file_rows(address: str, config: RowsConfig) -> FileRows:
     """Read all rows of a file, an s3:// object or a dataset of the hub in canonical form.
 
     All get the same columns; one that only some rows have is None in the others. Where only some
-    have a ground truth, the others are bad. Raises DataError as `mapped_rows` does, and for bad
-    rows where `config.bad_rows` is "fail", with their numbers and the reason of the first.
+    have a ground truth, the others are bad. Raises as `MappedRows` does.
     """
-    bad = BadRows(address, config.bad_rows)
-    numbered = list(mapped_rows(address, config, bad))
-    bad.check()
-    missing = {number for number, row in numbered if row[RULE][TRUTH] is None}
+    mapped = MappedRows(address, config)
+    numbered = list(mapped)
+    missing = [number for number, row in numbered if row[RULE][TRUTH] is None]
     if missing and len(missing) < len(numbered):
-        error = missing_truths(address, sorted(missing), bad.total)
-        if config.bad_rows == "fail":
-            raise error
-        for number in sorted(missing):
-            bad.add(number, error)
-        numbered = [(number, row) for number, row in numbered if number not in missing]
-    rows = same_columns([row for _, row in numbered])
-    return FileRows(rows, [number for number, _ in numbered], bad)
+        mapped.refuse_without_truth(missing)
+        numbered = [(number, row) for number, row in numbered if row[RULE][TRUTH] is not None]
+    good = rows.same_columns([row for _, row in numbered])
+    return FileRows(address, good, [number for number, _ in numbered], mapped.notes())
 
 
 def data_files(address: str) -> list[str]:
-    """The files that an address stands for: itself, or of a folder the data files right in it.
-
-    Raises DataError for a folder without any.
-    """
-    if address.startswith(HUB) or is_data_file(address):
-        return [address]
-    if not is_remote(address) and not as_path(address).is_dir():
+    """The files of an address: itself, or of a folder the data files right in it, at least one."""
+    is_folder = not is_remote(address) and as_path(address).is_dir()
+    if address.startswith(HUB) or is_data_file(address) or not (is_remote(address) or is_folder):
         return [address]
     files = sorted(uri for uri in list_files(address) if is_data_file(uri))
     if not files:

@@ -26,7 +26,7 @@ EXTRA, RULE, TRUTH = "extra_info", "reward_model", "ground_truth"  # columns, an
 def rl_row(
     data_source: str, question: str, ground_truth: str, extra_info: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return a row of RL data, verl's columns: a prompt and what a rule checks it against."""
+    """A row of RL data, verl's columns: a prompt and what a rule checks it against."""
     return {
         "data_source": data_source,
         "prompt": user_message(question),
@@ -37,28 +37,25 @@ def rl_row(
 
 
 def sft_row(question: str, response: str, extra_info: Mapping[str, object]) -> dict[str, object]:
-    """Return a row of SFT data: a prompt and the response to learn."""
-    return {
-        "prompt": user_message(question),
-        "response": response,
-        "extra_info": dict(extra_info),
-    }
+    """A row of SFT data: a prompt and the response to learn."""
+    prompt = user_message(question)
+    return {"prompt": prompt, "response": response, "extra_info": dict(extra_info)}
 
 
 def user_message(text: str) -> list[dict[str, str]]:
-    """Return a prompt of one user message: `[{"role": "user", "content": text}]`."""
+    """A prompt of one user message."""
     return [{"role": "user", "content": text}]
 
 
 def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
-    """Return the words of a prompt, a plain string or chat messages, one message a line."""
+    """The words of a prompt, a plain string or chat messages, one message a line."""
     if isinstance(prompt, str):
         return prompt
     return "\n".join(str(message["content"]) for message in prompt)
 
 
 def normalise(text: str) -> str:
-    """Return `text` without case and spacing, for telling whether two prompts are the same."""
+    """The text without case and spacing, for telling whether two prompts are the same."""
     return " ".join(text.casefold().split())
 
 
@@ -92,6 +89,11 @@ def is_utf8(value: object) -> bool:
     return json_rows.is_utf8("".join(texts))
 
 
+def is_filled(value: object) -> bool:
+    """False for a text, or messages, without words or with half of a character."""
+    return has_words(value) and is_utf8(value)
+
+
 def brief(value: object) -> str:
     """A value as a message shows it, in 80 characters at most."""
     text = repr(value[:80] if isinstance(value, str) else value)  # not of megabytes
@@ -110,10 +112,10 @@ def as_text(value: object) -> str:
         return value
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    return json.dumps(value, default=_plain, sort_keys=True, ensure_ascii=False)
+    return json.dumps(value, default=plain, sort_keys=True, ensure_ascii=False)
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """Let JSON write what a frame read from Parquet holds."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
@@ -131,39 +133,50 @@ RL_PROMPTS: ColumnTypes = {
 
 SFT_PAIRS: ColumnTypes = {"prompt": _MESSAGES, "response": str}
 
-EVALUATION_ROWS: ColumnTypes = {
-    "dataset": str,
-    "index": int,
-    "data_source": str,
-    "level": str,
+EVALUATION_ROWS: ColumnTypes = {  # a row a problem and model
+    "dataset": str,  # the evaluation set: test, or a name of data.evaluation_sets
+    "index": int,  # position of the problem in its set
+    "data_source": str,  # where the problem is from, e.g. "gsm8k"
+    "level": str,  # how hard it is, e.g. "Level 3"; empty where the data don't say
     "prompt": str,
     "ground_truth": str,
-    "model": str,
-    "greedy_completion": str,
-    "greedy_answer": str,
+    "model": str,  # warm_start, rl or champion
+    "greedy_completion": str,  # text decoded at temperature 0
+    "greedy_answer": str,  # answer read from it, or None
     "greedy_correct": bool,
     "greedy_score": float,
-    "greedy_truncated": bool,
-    "sample_answers": list[str],
+    "greedy_truncated": bool,  # it hit the limit of tokens
+    "sample_answers": list[str],  # of the sampled completions, None where there is none
     "samples_correct": int,
     "samples": int,
-    "sample_score": float,
-    "majority_answer": str,
-    "majority_correct": bool,
-    "response_length": float,
-    "greedy_length": int,
-    "truncated": float,
-    "format_rate": float,
-    "errors": int,
+    "sample_score": float,  # their mean
+    "majority_answer": str,  # most frequent answer of the samples, or None
+    "majority_correct": bool,  # of that answer, or of the most frequent text where none is read
+    "response_length": float,  # mean tokens of the samples
+    "greedy_length": int,  # tokens
+    "truncated": float,  # share of the samples that hit the limit of tokens
+    "format_rate": float,  # share that keeps the format; 1 where the scorer knows none
+    "errors": int,  # completions that could not be scored, and count as wrong
+}
+
+EPISODE_COLUMNS: ColumnTypes = {  # besides, where problems are episodes: a text is of all turns
+    "greedy_turns": int,  # of the policy
+    "greedy_return": float,  # what its environment gave
+    "greedy_calls": int,  # tools that it called
+    "greedy_malformed": int,  # calls that can't be read
+    "greedy_end": str,  # done, turns, tokens, seconds or failed
+    "sample_turns": float,  # means over the sampled episodes
+    "sample_return": float,
+    "sample_called": float,  # share that called a tool
+    "sample_malformed": float,
 }
 
 
 def canonical_rows(rows: Sequence[Row], name: str, *, need_truth: bool = False) -> list[Row]:
-    """Return the rows of the file `name` in canonical form, all with the same columns.
+    """The rows of the file `name` in canonical form, all with the same columns.
 
-    A column that only some rows have is None in the others. Raises DataError that names the file
-    and the row (from 1) as `canonical_row` does, and where only some rows have a ground truth, or
-    any has none with `need_truth`.
+    Raises DataError as `canonical_row` does, and where only some rows have a ground truth, or any
+    has none with `need_truth`.
     """
     rows = [canonical_row(row, f"{name}, row {i}") for i, row in enumerate(rows, start=1)]
     missing = [i for i, row in enumerate(rows, start=1) if row[RULE][TRUTH] is None]
@@ -189,24 +202,21 @@ def same_columns(rows: Sequence[Row]) -> list[Row]:
 
 
 def canonical_row(row: Row, where: str) -> Row:
-    """Return one row in canonical form; DataError where it has none, or more than one.
+    """One row in canonical form; DataError, beginning with `where`, for none or more than one.
 
-    `prompt` may be a plain string, which becomes one user message. `ground_truth` may be a column
-    of its own. What else is missing of `data_source`, `ability` and `extra_info` is filled in.
+    `prompt` may be a plain string, `ground_truth` a column of its own, and `data_source`, `ability`
+    and `extra_info` may be missing.
     """
     check_names(row, where)
-    defaults = {"data_source": "file", "ability": "", EXTRA: {}}
-    filled = {
-        column: row[column] if not is_missing(row.get(column)) else default
-        for column, default in defaults.items()
-    }
-    for column, value in filled.items():
-        if not isinstance(value, type(defaults[column])):
+    canonical = {column: value for column, value in row.items() if column != TRUTH}
+    for column, default in {"data_source": "file", "ability": "", EXTRA: {}}.items():
+        if is_missing(value := row.get(column)):
+            canonical[column] = default
+        elif not isinstance(value, type(default)):
             kind = "a dictionary" if column == EXTRA else "text"
             raise DataError(f"{where}: column {column!r} is {brief(value)}; give {kind}, or none")
-    others = {column: value for column, value in row.items() if column != TRUTH}
     prompt = prompt_messages(row.get("prompt"), where)
-    return {**others, **filled, "prompt": prompt, RULE: reward_model(row, where)}
+    return {**canonical, "prompt": prompt, RULE: reward_model(row, where)}
 
 
 def check_names(columns: Iterable[str], where: str) -> None:
@@ -222,10 +232,7 @@ def check_names(columns: Iterable[str], where: str) -> None:
 
 
 def reward_model(row: Row, where: str) -> Row:
-    """The cell of `reward_model`, with the row's `ground_truth`, or None where it has none.
-
-    Raises DataError for a cell that is no dictionary, and for two ground truths that differ.
-    """
+    """The cell of `reward_model`, with the row's `ground_truth`, or None where it has none."""
     rule, column = row.get(RULE), row.get(TRUTH)
     if is_missing(rule) or rule == {}:
         rule = {"style": "rule"}
@@ -248,7 +255,7 @@ def reward_model(row: Row, where: str) -> Row:
 def prompt_messages(cell: object, where: str) -> list[dict[str, Any]]:
     """The cell of `prompt` as messages; DataError for what is neither text nor messages."""
     messages: object = user_message(cell) if isinstance(cell, str) else cell
-    if not is_messages(messages) or not has_words(messages) or not is_utf8(messages):
+    if not is_messages(messages) or not is_filled(messages):
         raise DataError(
             f"{where}: column 'prompt' is {brief(cell)}; give a string that is not empty, or "
             'messages [{"role": "user", "content": …}] of which the last is not'
@@ -256,15 +263,12 @@ def prompt_messages(cell: object, where: str) -> list[dict[str, Any]]:
     return list(messages)
 
 
-Side = Literal["left", "right", "middle"]
-
-
 @dataclass(frozen=True, slots=True)
 class Truncation:
     """How a prompt of more than `limit` tokens is cut: where tokens are taken away."""
 
     limit: int
-    side: Side
+    side: Literal["left", "right", "middle"]
 
     def cut(self, ids: list[int]) -> list[int]:
         """At most `limit` of the tokens: left keeps the last, right the first, middle both ends.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,14 +19,14 @@ import pandas as pd
 
 from engine.config import DataConfig, EvaluationSetConfig
 from engine.data.contract import uniform_columns
-from engine.data.row_files import BadRows, RowMapper, address_digest, mapped_rows, split_addresses
+from engine.data.row_files import MappedRows, RowMapper, address_digest, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, as_text, normalise, prompt_text
 from engine.errors import ConfigError, DataError
 from engine.registry import Registry, import_plugins
 from engine.storage.digests import modules_digest
 from engine.storage.json_rows import Row
 
-OF_ONE_FORM = ("arithmetic", "gsm8k")  # sources with a question and an answer in each row
+ARITHMETIC = "arithmetic"  # the source that reads nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +44,15 @@ class Splits:
     evaluation: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # further test sets
 
     def frames(self) -> dict[str, pd.DataFrame]:
-        """Return the five tables by name."""
         names = ("sft_train", "sft_validation", "train", "validation", "test")
         return {name: getattr(self, name) for name in names}
 
     def tables(self) -> dict[str, pd.DataFrame]:
-        """Return the five tables and, as `test_<name>`, the evaluation sets."""
+        """The five tables and, as `test_<name>`, the evaluation sets."""
         return self.frames() | {f"test_{name}": frame for name, frame in self.evaluation.items()}
 
     def with_tables(self, tables: Mapping[str, pd.DataFrame]) -> Splits:
-        """Return these splits with other tables, all of them."""
+        """These splits with other tables, all of them."""
         five: dict[str, Any] = {name: tables[name] for name in self.frames()}
         return replace(self, **five, evaluation={n: tables[f"test_{n}"] for n in self.evaluation})
 
@@ -62,7 +61,7 @@ class Source(Protocol):
     """What a source does; DataError where it can't be read, StorageError where S3 is away."""
 
     def digest(self, config: DataConfig, seed: int) -> str:
-        """Return the SHA-256 of what `load` would read, without building rows."""
+        """The SHA-256 of what `load` would read, without building rows."""
         ...
 
     def load(self, config: DataConfig, seed: int) -> Splits: ...
@@ -82,10 +81,7 @@ Keyword-only parameters of its constructor that have defaults are its options (`
 
 
 def load_splits(config: DataConfig, seed: int) -> Splits:
-    """Read the rows of `config.source` and of `config.evaluation_sets`.
-
-    Equal settings, seed and content give equal rows.
-    """
+    """Read the rows of `config.source` and of `config.evaluation_sets`; the same for each seed."""
     source = _source(config)
     splits = _with_templates(source.load(config, seed), config)
     sets, notes = read_evaluation_sets(config, seed)
@@ -98,10 +94,7 @@ def load_splits(config: DataConfig, seed: int) -> Splits:
 
 
 def source_digest(config: DataConfig, seed: int) -> str:
-    """Return the SHA-256 (hex) of what `load_splits` would read; for cache keys.
-
-    The code of a source from outside the package is part of it, and so are the evaluation sets.
-    """
+    """SHA-256 (hex) of what `load_splits` would read, and of code from outside the package."""
     source = _source(config)
     return _complete_digest(config, source, source.digest(config, seed))
 
@@ -124,22 +117,22 @@ def _complete_digest(config: DataConfig, source: Source, digest: str) -> str:
 
 
 def _with_templates(splits: Splits, config: DataConfig) -> Splits:
-    """Questions of one form as `data.templates.prompt` and `data.system_prompt` put them."""
-    if config.source not in OF_ONE_FORM or not (config.templates or config.system_prompt):
+    """The default source's questions as `data.templates.prompt` and `data.system_prompt` say."""
+    if config.source != ARITHMETIC or not (config.templates or config.system_prompt):
         return splits
     mapper = RowMapper(config)
-    frames = dict[str, Any]()
+    tables = splits.tables()
     for name, frame in splits.frames().items():
         rows = [{"question": prompt_text(prompt), "prompt": prompt} for prompt in frame["prompt"]]
         prompts = [mapper(row, f"{name}, row {i}")["prompt"] for i, row in enumerate(rows)]
-        frames[name] = frame.assign(prompt=prompts)
-    return replace(splits, **frames)
+        tables[name] = frame.assign(prompt=prompts)
+    return splits.with_tables(tables)
 
 
 def _source(config: DataConfig) -> Source:
     """The source with its options; ConfigError for a setting that it doesn't read."""
     import_plugins(config.plugins)
-    if config.source in OF_ONE_FORM:
+    if config.source == ARITHMETIC:
         unread = [name for name in ("columns", "data_source", "splits") if getattr(config, name)]
         unread += [f"templates.{column}" for column in config.templates if column != "prompt"]
         if unread:
@@ -147,12 +140,11 @@ def _source(config: DataConfig) -> Source:
                 f"data.{unread[0]} has no effect with data.source={config.source}; remove it, or "
                 "set data.source=files"
             )
-        for name in ("sft_size", "train_size"):
-            if not getattr(config, name):
-                raise ConfigError(
-                    f"data.{name}=0 (all rows) needs data.source=files; {config.source} takes a "
-                    "number above 0"
-                )
+        if empty := [name for name in ("sft_size", "train_size") if not getattr(config, name)]:
+            raise ConfigError(
+                f"data.{empty[0]}=0 (all rows) needs data.source=files; {config.source} takes a "
+                "number above 0"
+            )
     options = _registry.options(config.source).parse(config.options, "data.options")
     return _registry.get(config.source)(**options)
 
@@ -164,8 +156,13 @@ LARGEST_SHARE = 5  # at most one training row in so many goes to a split that is
 class Files:
     """`data.source=files`, read from `data.path`."""
 
+    def settings(self, config: DataConfig) -> DataConfig:
+        """The settings to read with; sources of one form add theirs, and keep those they made."""
+        return config
+
     def digest(self, config: DataConfig, seed: int) -> str:
         """SHA-256 of the content of all files, or the commits of hub datasets, by split."""
+        config = self.settings(config)
         parts = [
             f"{split}\0{address_digest(address)}"
             for split, addresses in split_addresses(config.path, config.splits).items()
@@ -174,10 +171,8 @@ class Files:
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def load(self, config: DataConfig, seed: int) -> Splits:
-        """Read all splits; each prompt is in one of them, once.
-
-        Raises DataError for bad rows where `data.bad_rows` is "fail", and where no row is left.
-        """
+        """Read all splits; each prompt is in one of them, once."""
+        uri, config = config.path, self.settings(config)
         addresses = split_addresses(config.path, config.splits)
         pool = _Pool(config, seed)
         sizes = {"test": config.test_size, "validation": config.validation_size}
@@ -187,11 +182,11 @@ class Files:
         if config.sft_size and config.train_size:
             limit = max(config.sft_size, config.train_size) + sum(sizes[name] for name in missing)
         train = pool.read("train", addresses["train"], limit)
-        share = len(train) // LARGEST_SHARE
+        share = pool.distinct // LARGEST_SHARE
         for name in missing:
             if not share:
                 raise DataError(
-                    f"{config.path}: {len(train)} distinct training rows are too few to take a "
+                    f"{config.path}: {pool.distinct} distinct training rows are too few to take a "
                     f"{name} split from; give at least {LARGEST_SHARE}, or a {name} file"
                 )
             count = min(sizes[name], share)
@@ -204,7 +199,7 @@ class Files:
             validation=_rl_frame(rows["validation"], "validation"),
             test=_rl_frame(rows["test"], "test"),
             source_digest=self.digest(config, seed),
-            source_uri=config.path,
+            source_uri=uri or config.path,
             notes=tuple(pool.notes),
         )
 
@@ -219,43 +214,45 @@ class _Pool:
     config: DataConfig
     seed: int
     notes: list[str] = field(default_factory=list)
+    total: int = 0  # good rows of the split that was read last
+    distinct: int = 0  # prompts of it
     _seen: set[bytes] = field(default_factory=set)
 
     def read(self, split: str, addresses: Sequence[str], limit: int) -> list[_Read]:
         """The rows of a split in an order drawn from the seed, `limit` of them at most (0: all)."""
-        heap: list[tuple[int, int, _Read]] = []  # the last in order on top
-        total, repeated, order = 0, 0, 0
-        keys: set[bytes] = set()
-        for address in addresses:
-            bad = BadRows(address, self.config.bad_rows)
-            for number, row in mapped_rows(address, self.config, bad, need_truth=True):
-                total += 1
-                key = prompt_key(row)
-                if key in keys or key in self._seen:
-                    repeated += 1
-                    continue
-                keys.add(key)
-                order += 1
-                rank = int.from_bytes(_drawn(f"{self.seed}/{split}/{order}"), "big")
-                entry = (-rank, order, (number, row))
-                if limit and len(heap) == limit:
-                    heapq.heappushpop(heap, entry)
-                else:
-                    heapq.heappush(heap, entry)
-            bad.check()
-            self.notes += filter(None, [bad.sentence()])
-        if addresses and not heap:
+        self.total = self.distinct = 0
+        drawn = self._draw(split, addresses)
+        picked = heapq.nsmallest(limit, drawn) if limit else sorted(drawn)
+        repeated = self.total - self.distinct
+        if addresses and not picked:
             raise DataError(
-                f"{split}: no row of {', '.join(addresses)} is left: {total} good rows, {repeated} "
-                "of them repeated; give others"
+                f"{split}: no row of {', '.join(addresses)} is left: {self.total} good rows, "
+                f"{repeated} of them repeated; give others"
             )
         if repeated:
             self.notes.append(f"{split}: {repeated} rows repeat a prompt and are left out")
-        if limit and order > limit:
-            self.notes.append(f"{split}: {limit} of {order} rows, by seed (data.{split}_size)")
-        rows = [read for _, _, read in sorted(heap, key=lambda entry: -entry[0])]
+        if limit and self.distinct > limit:
+            self.notes.append(
+                f"{split}: {limit} of {self.distinct} rows, by seed (data.{split}_size)"
+            )
+        rows = [read for *_, read in picked]
         self._seen.update(prompt_key(row) for _, row in rows)
         return rows
+
+    def _draw(self, split: str, addresses: Sequence[str]) -> Iterator[tuple[bytes, int, _Read]]:
+        """Rows with other prompts, behind what orders them."""
+        keys: set[bytes] = set()
+        for address in addresses:
+            mapped = MappedRows(address, self.config, need_truth=True)
+            for number, row in mapped:
+                self.total += 1
+                key = prompt_key(row)
+                if key not in keys and key not in self._seen:
+                    keys.add(key)
+                    self.distinct += 1
+                    rank = _drawn(f"{self.seed}/{split}/{self.distinct}")
+                    yield rank, self.distinct, (number, row)
+            self.notes += mapped.notes()
 
 
 def prompt_key(row: Row) -> bytes:
@@ -265,7 +262,7 @@ def prompt_key(row: Row) -> bytes:
 
 
 def _drawn(name: str) -> bytes:
-    """8 bytes that look random, by which rows are ordered; equal names give equal ones."""
+    """8 bytes that look random, the same for a name, by which rows are ordered."""
     return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
@@ -297,10 +294,7 @@ def _sft_frame(rows: Sequence[_Read], split: str) -> pd.DataFrame:
 def read_evaluation_sets(
     config: DataConfig, seed: int
 ) -> tuple[dict[str, pd.DataFrame], tuple[str, ...]]:
-    """The rows of every set by name, and what was left out, a sentence each.
-
-    Raises DataError for a set without a row, and for bad rows where `data.bad_rows` is "fail".
-    """
+    """The rows of every set by name, at least one each, and what was left out, a sentence each."""
     frames, notes = {}, list[str]()
     for settings in config.evaluation_sets:
         rows, size = _evaluation_rows(settings, config, notes), settings.size
@@ -316,15 +310,13 @@ def _evaluation_rows(
     settings: EvaluationSetConfig, config: DataConfig, notes: list[str]
 ) -> list[Row]:
     update: dict[str, Any] = {"data_source": settings.data_source or settings.name}
-    if settings.columns or settings.templates or config.source in OF_ONE_FORM:
+    if settings.columns or settings.templates or config.source == ARITHMETIC:
         update |= {"columns": settings.columns, "templates": settings.templates}
-    rows: list[Row] = []
+    rows, config = list[Row](), config.model_copy(update=update)
     for address in _addresses(settings):
-        bad = BadRows(address, config.bad_rows)
-        mapped = mapped_rows(address, config.model_copy(update=update), bad, need_truth=True)
+        mapped = MappedRows(address, config, need_truth=True)
         rows += [rl_columns(row, number, settings.split) for number, row in mapped]
-        bad.check()
-        notes += filter(None, [bad.sentence()])
+        notes += mapped.notes()
     if not rows:
         raise DataError(
             f"data.evaluation_sets.{settings.name}: no row of {settings.path} is left; {notes}"
@@ -340,6 +332,5 @@ def _addresses(settings: EvaluationSetConfig) -> Sequence[str]:
 
 def evaluation_files(dataset: Path) -> dict[str, Path]:
     """The tables of a dataset's folder that models are judged on, by set: `test` first."""
-    more = sorted(dataset.glob("test_*.parquet"))
-    sets = {path.stem.removeprefix("test_"): path for path in more}
+    sets = {p.stem.removeprefix("test_"): p for p in sorted(dataset.glob("test_*.parquet"))}
     return {"test": dataset / "test.parquet"} | sets

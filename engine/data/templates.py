@@ -51,16 +51,12 @@ def rows_spelling_control_tokens(
 ) -> list[int]:
     """The rows (from 0) of `where`, e.g. "train", with a control token spelled in their text.
 
-    Of chat messages all texts count, those of tool calls too. With policy "fail" such rows raise
-    DataError, which calls them by `numbers` (without any: from 0); "escape" and "drop" are the
-    caller's to carry out.
+    Of chat messages all texts count. With policy "fail" such rows raise DataError, which calls them
+    by `numbers` (without any: from 0); "escape" and "drop" are the caller's to carry out.
     """
     control = control_tokens(tokenizer)
-    spelling = [
-        i
-        for i, row in enumerate(rows)
-        if any(control.spelled_in(row[name]) for name in _ENCODED if name in row)
-    ]
+    cells = [[row[name] for name in _ENCODED if name in row] for row in rows]
+    spelling = [i for i, row in enumerate(cells) if any(map(control.spelled_in, row))]
     if spelling and policy == "fail":
         shown = row_numbers([numbers[i] if numbers else i for i in spelling])
         raise DataError(
@@ -125,10 +121,7 @@ class ControlTokens:
         return value
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode text with stand-ins: they become the text that they stand for, never a token.
-
-        Raises DataError for a tokenizer that can't tell the two apart.
-        """
+        """Encode text with stand-ins, which become the text that they stand for, never a token."""
         originals = {stand_in: spelling for spelling, stand_in in self._stand_ins.items()}
         text = self._spelled.sub(lambda match: self._aliases[match[0]], text)
         text = self._stood_in.sub(lambda match: originals[match[0]], text)
@@ -145,13 +138,14 @@ class ControlTokens:
             self._rename_in(spec["model"])
             spec.update(truncation=None, padding=None)
             twin = Tokenizer.from_str(json.dumps(spec))
-            same_ids = all(
-                twin.token_to_id(self._aliases[text]) == i for text, i in self.ids.items()
-            )
+            ids = {text: twin.token_to_id(alias) for text, alias in self._aliases.items()}
+            if ids != self.ids:
+                raise ValueError("the aliases have other ids")
         except Exception as error:  # a slow tokenizer, or tokenizers' bare Exception
-            raise self._inseparable() from error
-        if not same_ids:
-            raise self._inseparable()
+            raise DataError(
+                f"the tokenizer {self._name!r} can't keep control tokens that are spelled in a "
+                "text apart from its own; set data.control_tokens=drop to leave such rows out"
+            ) from error
         return twin
 
     def _rename_in(self, model: dict[str, Any]) -> None:
@@ -163,12 +157,6 @@ class ControlTokens:
             model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
         if isinstance(unknown := model.get("unk_token"), str):
             model["unk_token"] = names.get(unknown, unknown)
-
-    def _inseparable(self) -> DataError:
-        return DataError(
-            f"the tokenizer {self._name!r} can't keep control tokens that are spelled in a text "
-            "apart from its own; set data.control_tokens=drop to leave such rows out"
-        )
 
 
 def _stamp(tokenizer: PreTrainedTokenizerBase) -> tuple[int, tuple[str, ...]]:
@@ -210,15 +198,7 @@ def encode_prompt(
     if not tokenizer.chat_template:
         ids = encode(plain_lines(chat), add_special_tokens=True)
         return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
-    escape = encode != tokenizer.encode
-    made: Any = tokenizer.apply_chat_template(
-        chat,
-        tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=True,
-        tokenize=not escape,
-        return_dict=False,
-    )
-    return encode(made) if escape else [int(i) for i in made]
+    return encode(render(tokenizer, chat, tools, True), add_special_tokens=False)
 
 
 def _escaped(
@@ -258,15 +238,14 @@ def render(
 def encode_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 ) -> list[int]:
-    """Encode a whole conversation, as the reward `reward_model` reads it.
+    """Encode a whole conversation, as the reward `reward_model` reads it, without padding tokens.
 
     A tokenizer without a chat template gets the last prompt and the response on lines of their own.
-    Padding tokens at the end, which no classifier reads, are left out.
     """
     _check_roles(tokenizer, messages)
     chat, encode = _escaped(tokenizer, messages)
     if tokenizer.chat_template:
-        ids = encode(tokenizer.apply_chat_template(chat, tokenize=False), add_special_tokens=False)
+        ids = encode(render(tokenizer, chat, (), False), add_special_tokens=False)
     else:
         text = "\n".join(str(message["content"]) for message in chat[-2:])
         ids = encode(text, add_special_tokens=True)
@@ -278,11 +257,10 @@ def encode_conversation(
 def with_template_variables(
     tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object]
 ) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer whose chat template has these variables where a call gives none.
+    """A copy of the tokenizer whose chat template has variables, e.g. {"enable_thinking": False}.
 
-    They are written into the template, so a tokenizer that is saved keeps them; e.g.
-    {"enable_thinking": False}. Raises ConfigError without a chat template, and for a name that is
-    no variable or that `apply_chat_template` fills itself.
+    They are written into the template, so a tokenizer that is saved keeps them. Raises ConfigError
+    without a template, and for a name that is no variable or that `apply_chat_template` fills.
     """
     if not variables:
         return tokenizer
@@ -322,13 +300,13 @@ def encode_prompts(
     name: str,
     numbers: Iterable[int] = FROM_0,
 ) -> list[list[int]]:
-    """Encode the prompts of the table `name` as `encode_prompt` does.
+    """Encode the prompts of the table `name`, whose rows have these `numbers`.
 
     Raises DataError that names the first row which the chat template refuses, and ModelError for a
-    template that is wrong by itself. `numbers` are those of the rows.
+    template that is wrong by itself.
     """
     return [
-        _encode_row(tokenizer, prompt, f"{name}, row {i}")
+        encode_row(tokenizer, prompt, f"{name}, row {i}")
         for i, prompt in zip(numbers, prompts, strict=False)
     ]
 
@@ -340,11 +318,8 @@ def encode_short_prompts(
     name: str,
     numbers: Iterable[int] = FROM_0,
 ) -> list[list[int] | None]:
-    """Encode prompts as `encode_prompts` does; None for one of more than `limit` tokens.
-
-    A text of four times the characters that `limit` of the longest token have isn't encoded at
-    all, as megabytes would take minutes.
-    """
+    """Encode prompts as `encode_prompts` does; None for one of more than `limit` tokens."""
+    # Megabytes would take minutes to encode.
     max_characters = 4 * limit * max(map(len, tokenizer.get_vocab()), default=1)
     encoded: list[list[int] | None] = []
     for i, prompt in zip(numbers, prompts, strict=False):
@@ -353,14 +328,15 @@ def encode_short_prompts(
         if too_long and tokenizer.chat_template:  # which may leave messages out
             with refusals(tokenizer, where):
                 too_long = len(render(tokenizer, prompt, (), True)) > max_characters
-        ids = [] if too_long else _encode_row(tokenizer, prompt, where)
+        ids = [] if too_long else encode_row(tokenizer, prompt, where)
         encoded.append(None if too_long or len(ids) > limit else ids)
     return encoded
 
 
-def _encode_row(
+def encode_row(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where: str
 ) -> list[int]:
+    """Encode a row's prompt as `encode_prompt` does; errors begin with `where`."""
     with refusals(tokenizer, where):
         ids = encode_prompt(tokenizer, prompt)
         if not ids:
@@ -409,18 +385,12 @@ def plain_lines(messages: Sequence[Message]) -> str:
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode a prompt that its author has put into the model's own format.
-
-    Control tokens that it spells are control tokens: it is for text of the author's alone.
-    """
+    """Encode a prompt in the model's own format, in which control tokens are control tokens."""
     return [int(i) for i in tokenizer.encode(text, add_special_tokens=True)]
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode what the assistant says; the end token comes once, at the end.
-
-    An end token that the text itself spells is text like the rest.
-    """
+    """Encode what the assistant says, and the end token; one that the text spells is text."""
     end, control = end_token_id(tokenizer), control_tokens(tokenizer)
     if control.spelled_in(text):
         return [*control.encode(control.stand_in(text)), end]
@@ -435,7 +405,7 @@ def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> s
 
 
 def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the token that ends a response; raise ModelError where none is defined."""
+    """The token that ends a response; ModelError where none is defined."""
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} has no end token; set eos_token in its "
@@ -447,34 +417,24 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_config: object = None
 ) -> tuple[int, ...]:
-    """Return the tokens at which sampling stops, ascending.
+    """The tokens at which sampling stops, ascending: the tokenizer's end token and a model's.
 
-    They are the tokenizer's end token and those that `model_config` (a transformers model or
-    generation config) names; chat models often have more than one.
+    `model_config` is a transformers model or generation config.
     """
-    stops = {end_token_id(tokenizer)}
     extra = getattr(model_config, "eos_token_id", None)
-    if extra is not None:
-        stops.update([extra] if isinstance(extra, int) else extra)
-    return tuple(sorted(int(i) for i in stops))
+    extra = [] if extra is None else [extra] if isinstance(extra, int) else extra
+    return tuple(sorted({end_token_id(tokenizer), *map(int, extra)}))
 
-
-Tools = Sequence[Mapping[str, object]]
 
 _TURN = "SampledTurn7f3a"  # what the policy is made to have said
 _BEFORE = {"role": "user", "content": "?"}
 _TURN_OF_TEXT: Message = {"role": "assistant", "content": _TURN}
 # For a template in which tools answer only to calls; Mistral's wants ids of nine characters.
+_CALL = {"name": "tool", "arguments": {"text": _TURN}}
 _TURN_OF_A_CALL: Message = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [
-        {
-            "type": "function",
-            "id": "call00000",
-            "function": {"name": "tool", "arguments": {"text": _TURN}},
-        }
-    ],
+    "tool_calls": [{"type": "function", "id": "call00000", "function": _CALL}],
 }
 
 
@@ -483,7 +443,7 @@ def encode_continuation(
     messages: Sequence[Message],
     ended_by: int | None,
     stop_ids: Sequence[int],
-    tools: Tools = (),
+    tools: Sequence[Mapping[str, object]] = (),
 ) -> list[int]:
     """Ids that follow a sampled turn: its end, `messages`, and the start of the next turn.
 
@@ -509,7 +469,7 @@ def _after_turn(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     stop_ids: Sequence[int],
-    tools: Tools,
+    tools: Sequence[Mapping[str, object]],
 ) -> str:
     """What the template writes from the end token of a turn on."""
     stops = [str(token) for token in tokenizer.convert_ids_to_tokens(list(stop_ids))]

@@ -35,11 +35,10 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on `texts`, with at most `vocab_size` tokens.
+    """Train a byte-level BPE on `texts`, with at most `vocab_size` tokens and single digits.
 
-    Digits stay single; every text can be encoded and decoded without loss. The same texts give
-    the same files. A system message is rendered as a user turn. Raises ConfigError where
-    `vocab_size` is too small for the 256 bytes and the special tokens.
+    The same texts give the same files. A system message is rendered as a user turn. Raises
+    ConfigError where `vocab_size` is too small for the 256 bytes and the special tokens.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     smallest = len(alphabet) + len(SPECIAL_TOKENS)
@@ -49,12 +48,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
             f"{smallest}; raise it"
         )
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(_PIECES, behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    pieces = pre_tokenizers.Split(_PIECES, behavior="isolated")
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, in_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -131,7 +127,6 @@ def _loader(folder: Path) -> type[AutoTokenizer | PreTrainedTokenizerFast]:
 
 
 def _is_generic(folder: Path) -> bool:
-    """Whether it was saved as a tokenizer.json alone, of no model's own class."""
     try:
         saved = json.loads((folder / "tokenizer_config.json").read_text()).get("tokenizer_class")
     except FileNotFoundError:

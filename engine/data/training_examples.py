@@ -9,22 +9,15 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 
 from engine.batch import Batch
 from engine.config import RowsConfig
+from engine.data import templates
 from engine.data.collate import collate_completions
 from engine.data.preference_rows import Kind, read_preference_rows
-from engine.data.row_files import FileRows
-from engine.data.templates import (
-    encode_conversation,
-    encode_prompts,
-    encode_response,
-    refusals,
-    with_template_variables,
-)
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 
@@ -46,7 +39,6 @@ class PairExample:
 
     @property
     def responses(self) -> tuple[list[int], list[int]]:
-        """The responses of its two rows."""
         return self.chosen_ids, self.rejected_ids
 
 
@@ -62,7 +54,6 @@ class LabelledExample:
 
     @property
     def responses(self) -> tuple[list[int], list[int]]:
-        """The responses of its two rows."""
         return self.completion_ids, self.other_ids or self.completion_ids
 
 
@@ -80,73 +71,56 @@ PreferenceExample = PairExample | LabelledExample
 E = TypeVar("E", bound=Pair | PreferenceExample | StepExample)
 
 
+class ReadOptions(TypedDict, total=False):
+    """How examples are read."""
+
+    config: RowsConfig  # names columns and templates
+    max_length: int  # tokens of an example; 0: any
+    too_long: Literal["fail", "drop"]  # longer ones are an error (default), or left out
+
+
 def read_sft_pairs(
-    paths: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    config: RowsConfig | None = None,
-    max_length: int = 0,
-    too_long: str = "fail",
+    paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Unpack[ReadOptions]
 ) -> list[Pair]:
     """Read and encode rows `{prompt, response}` of files, folders, s3://… or hf://….
 
     `prompt` is text or chat messages, `response` text. Without them, `messages` is a conversation
-    whose last message is the response. Rows of more than `max_length` tokens (0: any) are an error,
-    or left out with `too_long="drop"`. Raises DataError, in a sentence, for bad rows.
+    whose last message is the response. Raises DataError, in a sentence, for bad rows.
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, file: FileRows) -> list[Pair]:
-        prompts = [row["prompt"] for row in file.rows]
-        prompt_ids = encode_prompts(tokenizer, prompts, file.bad.name, file.numbers)
-        responses = [encode_response(tokenizer, row["response"]) for row in file.rows]
-        return list(zip(prompt_ids, responses, strict=True))
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> Pair:
+        prompt = templates.encode_row(tokenizer, row["prompt"], where)
+        return prompt, templates.encode_response(tokenizer, row["response"])
 
-    return _read(paths, tokenizer, "responses", encode, config, max_length, too_long)
+    return _read(paths, tokenizer, "responses", encode, **options)
 
 
 def read_preferences(
     path: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     kind: Kind = "pairs",
-    *,
-    config: RowsConfig | None = None,
-    max_length: int = 0,
-    too_long: str = "fail",
+    **options: Unpack[ReadOptions],
 ) -> list[PreferenceExample]:
     """Read and encode the pairs, or labelled completions, of files, folders, s3://… or hf://….
 
-    `config` names columns and templates. Examples of more than `max_length` tokens (0: any) are an
-    error, or left out with `too_long="drop"`. Raises DataError, in a sentence, for bad rows.
-
-    Examples:
-        >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
+    >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, file: FileRows) -> list[PreferenceExample]:
-        prompts = [row["prompt"] for row in file.rows]
-        encoded = encode_prompts(tokenizer, prompts, file.bad.name, file.numbers)
-        examples: list[PreferenceExample] = []
-        for prompt, row in zip(encoded, file.rows, strict=True):
-            if "label" in row:
-                completion = encode_response(tokenizer, row["completion"])
-                examples.append(LabelledExample(prompt, completion, row["label"]))
-            else:
-                chosen, rejected = (
-                    encode_response(tokenizer, row[side]) for side in ("chosen", "rejected")
-                )
-                examples.append(PairExample(prompt, chosen, rejected, row["margin"]))
-        return examples
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PreferenceExample:
+        prompt = templates.encode_row(tokenizer, row["prompt"], where)
+        if "label" in row:
+            completion = templates.encode_response(tokenizer, row["completion"])
+            return LabelledExample(prompt, completion, row["label"])
+        chosen, rejected = (
+            templates.encode_response(tokenizer, row[s]) for s in ("chosen", "rejected")
+        )
+        return PairExample(prompt, chosen, rejected, row["margin"])
 
-    return _read(path, tokenizer, kind, encode, config, max_length, too_long)
+    return _read(path, tokenizer, kind, encode, **options)
 
 
 def read_reward_pairs(
-    path: str | Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    config: RowsConfig | None = None,
-    max_length: int = 0,
-    too_long: str = "fail",
+    path: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Unpack[ReadOptions]
 ) -> list[PairExample]:
     """Read pairs as `read_preferences` does, as whole conversations for a reward model.
 
@@ -165,23 +139,20 @@ def read_reward_pairs(
         shared = max(1, min(longest, _common(chosen, rejected)))
         return PairExample(chosen[:shared], chosen[shared:], rejected[shared:], row["margin"])
 
-    return _read(path, tokenizer, "pairs", _by_row(encode), config, max_length, too_long)
+    return _read(path, tokenizer, "pairs", encode, **options)
 
 
 def read_steps(
     path: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    config: RowsConfig | None = None,
     separator: str = "\n",
-    max_length: int = 0,
-    too_long: str = "fail",
+    **options: Unpack[ReadOptions],
 ) -> list[StepExample]:
     """Read and encode rows `{prompt, completions, labels}` of files, folders, s3://… or hf://….
 
-    `completions` are the steps of a response, which `separator` joins. Rows of more than
-    `max_length` tokens (0: any) are an error, or left out with `too_long="drop"`. Raises DataError,
-    in a sentence, for bad rows. The reward `process_reward_model` ends steps at the same tokens.
+    `completions` are the steps of a response, which `separator` joins. Raises DataError, in a
+    sentence, for bad rows. The reward `process_reward_model` ends steps at the same tokens.
     """
 
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> StepExample:
@@ -198,29 +169,33 @@ def read_steps(
         first = ends[0]
         return StepExample(ids[:first], ids[first:], [end - first for end in ends], row["labels"])
 
-    return _read(path, tokenizer, "steps", _by_row(encode), config, max_length, too_long)
+    return _read(path, tokenizer, "steps", encode, **options)
 
 
 def _read(
     path: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     kind: Kind,
-    encode: Callable[[PreTrainedTokenizerBase, FileRows], list[E]],
-    config: RowsConfig | None,
-    max_length: int,
-    too_long: str,
+    encode: Callable[[PreTrainedTokenizerBase, Row, str], E],
+    *,
+    config: RowsConfig | None = None,
+    max_length: int = 0,
+    too_long: str = "fail",
 ) -> list[E]:
     """Encode the rows of all files; DataError for long ones unless they are dropped."""
     config = config or RowsConfig()
-    tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
+    tokenizer = templates.with_template_variables(tokenizer, config.apply_chat_template_kwargs)
     examples: list[E] = []
     for file in read_preference_rows([path] if isinstance(path, str) else path, config, kind):
-        encoded = encode(tokenizer, file)
+        encoded = [
+            encode(tokenizer, row, f"{file.address}, row {number}")
+            for row, number in zip(file.rows, file.numbers, strict=True)
+        ]
         lengths = [_length(example) for example in encoded]
         long = [i for i, length in enumerate(lengths) if max_length and length > max_length]
         if long and too_long != "drop":
             raise DataError(
-                f"{file.bad.name}: {len(long)} of {len(encoded)} examples are longer than "
+                f"{file.address}: {len(long)} of {len(encoded)} examples are longer than "
                 f"{max_length} tokens, first row {file.numbers[long[0]]} with {lengths[long[0]]}; "
                 "shorten them, or leave them out with data.too_long=drop"
             )
@@ -238,22 +213,12 @@ def _length(example: Pair | PreferenceExample | StepExample) -> int:
     return len(example.prompt_ids) + max(map(len, example.responses))
 
 
-def _by_row(
-    encode: Callable[[PreTrainedTokenizerBase, Row, str], E],
-) -> Callable[[PreTrainedTokenizerBase, FileRows], list[E]]:
-    """Encode a file row by row, each with the words that its errors begin with."""
-    return lambda tokenizer, file: [
-        encode(tokenizer, row, f"{file.bad.name}, row {number}")
-        for row, number in zip(file.rows, file.numbers, strict=True)
-    ]
-
-
 def _conversation(
     tokenizer: PreTrainedTokenizerBase, row: Row, response: str, where: str
 ) -> list[int]:
-    with refusals(tokenizer, where):
+    with templates.refusals(tokenizer, where):
         turns = [*row["prompt"], {"role": "assistant", "content": response}]
-        return encode_conversation(tokenizer, turns)
+        return templates.encode_conversation(tokenizer, turns)
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
@@ -263,10 +228,7 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 
 
 def with_others(examples: Sequence[LabelledExample]) -> list[LabelledExample]:
-    """Give each example the completion of the next one with another prompt, for KTO's estimate.
-
-    Raises DataError where all prompts are the same.
-    """
+    """Give each example the completion of the next one with another prompt, for KTO's estimate."""
     prompts = [tuple(example.prompt_ids) for example in examples]
     if len(set(prompts)) < 2:
         raise DataError("KTO needs rows with two prompts or more; give rows with other prompts")
@@ -291,8 +253,7 @@ def examples_digest(examples: Sequence[PreferenceExample]) -> str:
 def collate_preferences(examples: Sequence[PreferenceExample], pad_token_id: int) -> Batch:
     """Make two rows an example, the second one right after the first.
 
-    With `ref_response_log_probs [2N]` where all have them, and of labelled completions `desirable
-    [2N]` bool.
+    With `ref_response_log_probs [2N]` where all have them, and of labels `desirable [2N]` bool.
     """
     responses = [ids for example in examples for ids in example.responses]
     batch = _padded([e.prompt_ids for e in examples], responses, pad_token_id)
@@ -312,20 +273,16 @@ def collate_scored(examples: Sequence[PairExample], pad_token_id: int) -> Batch:
     That token alone is masked in: a value before it is the conversation's score. With `margin
     [2N]`, and `ref_response_log_probs [2N]` where all examples have them.
     """
+    end = [pad_token_id]
     longer = [
-        replace(
-            e,
-            chosen_ids=[*e.chosen_ids, pad_token_id],
-            rejected_ids=[*e.rejected_ids, pad_token_id],
-        )
+        replace(e, chosen_ids=e.chosen_ids + end, rejected_ids=e.rejected_ids + end)
         for e in examples
     ]
     batch = collate_preferences(longer, pad_token_id)
     mask = batch["response_mask"]
-    last = mask.sum(1).long() - 1
+    last = torch.zeros_like(mask).scatter(1, mask.sum(1, keepdim=True).long() - 1, 1.0)
     margins = torch.tensor([example.margin for example in examples]).repeat_interleave(2)
-    alone = torch.zeros_like(mask).scatter(1, last[:, None], 1.0)
-    return batch | {"response_mask": alone, "margin": margins}
+    return batch | {"response_mask": last, "margin": margins}
 
 
 def collate_steps(examples: Sequence[StepExample], pad_token_id: int) -> Batch:

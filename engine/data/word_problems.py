@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,158 +44,71 @@ class StoryTemplate:
     subject: str = "{pronoun}"  # who acts in the clauses: the person, "It", ...
 
 
-PEOPLE: tuple[tuple[str, str], ...] = (
-    ("Tom", "He"),
-    ("Ann", "She"),
-    ("Sam", "He"),
-    ("Mia", "She"),
-    ("Ben", "He"),
-    ("Eva", "She"),
-    ("Max", "He"),
-    ("Zoe", "She"),
-    ("Leo", "He"),
-    ("Amy", "She"),
-)
+WOMEN = ("Ann", "Mia", "Eva", "Zoe", "Amy")
+PEOPLE = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Max", "Zoe", "Leo", "Amy")
 
-STORY_TEMPLATES: tuple[StoryTemplate, ...] = (
+# fmt: off
+STORY_TEMPLATES = (
     StoryTemplate(
-        "pocket",
-        "workbook",
-        ("apples", "nuts", "plums"),
-        "{name} has {n} {thing}.",
-        gains=("buys {n}", "finds {n}"),
-        losses=("eats {n}", "loses {n}"),
-        product="{name} has {n} bags of {m} {thing}.",
-    ),
+        "pocket", "workbook", ("apples", "nuts", "plums"), "{name} has {n} {thing}.",
+        gains=("buys {n}", "finds {n}"), losses=("eats {n}", "loses {n}"),
+        product="{name} has {n} bags of {m} {thing}."),
     StoryTemplate(
-        "shop",
-        "workbook",
-        ("pens", "books", "cups"),
-        "A shop has {n} {thing}.",
-        gains=("gets {n}", "buys {n}"),
-        losses=("sells {n}", "loses {n}"),
-        product="A shop has {n} boxes of {m} {thing}.",
-        subject="It",
-    ),
+        "shop", "workbook", ("pens", "books", "cups"), "A shop has {n} {thing}.",
+        gains=("gets {n}", "buys {n}"), losses=("sells {n}", "loses {n}"),
+        product="A shop has {n} boxes of {m} {thing}.", subject="It"),
     StoryTemplate(
-        "colours",
-        "workbook",
-        ("cars", "balls", "cups"),
-        "{name} has {n} red {thing}.",
+        "colours", "workbook", ("cars", "balls", "cups"), "{name} has {n} red {thing}.",
         gains=("gets {n} blue", "buys {n} old", "finds {n} new"),
-        question="How many {thing} in all?",
-    ),
+        question="How many {thing} in all?"),
     StoryTemplate(
-        "pages",
-        "workbook",
-        ("pages",),
-        "A book has {n} {thing}.",
-        losses=("reads {n}", "skips {n}"),
-        product="A book has {n} parts of {m} {thing}.",
-        question="How many {thing} are left?",
-        subject="{name}",
-    ),
+        "pages", "workbook", ("pages",), "A book has {n} {thing}.",
+        losses=("reads {n}", "skips {n}"), product="A book has {n} parts of {m} {thing}.",
+        question="How many {thing} are left?", subject="{name}"),
     StoryTemplate(
-        "bus",
-        "workbook",
-        ("people", "kids"),
-        "A bus has {n} {thing}.",
-        gains=("picks up {n}", "takes {n}"),
-        losses=("drops {n}", "leaves {n}"),
-        product="A bus has {n} rows of {m} {thing}.",
-        subject="It",
-    ),
+        "bus", "workbook", ("people", "kids"), "A bus has {n} {thing}.",
+        gains=("picks up {n}", "takes {n}"), losses=("drops {n}", "leaves {n}"),
+        product="A bus has {n} rows of {m} {thing}.", subject="It"),
     StoryTemplate(
-        "savings",
-        "forum",
-        ("dollars",),
-        "{name} has {n} {thing}.",
-        gains=("earns {n}", "saves {n}"),
-        losses=("pays {n}", "loses {n}"),
-        growth=(("doubles it", 2), ("triples it", 3)),
-    ),
+        "savings", "forum", ("dollars",), "{name} has {n} {thing}.",
+        gains=("earns {n}", "saves {n}"), losses=("pays {n}", "loses {n}"),
+        growth=(("doubles it", 2), ("triples it", 3))),
     StoryTemplate(
-        "farm",
-        "forum",
-        ("cows", "hens", "pigs"),
-        "A farm has {n} {thing}.",
-        gains=("buys {n}", "gets {n}"),
-        losses=("sells {n}", "loses {n}"),
-        product="A farm has {n} pens of {m} {thing}.",
-        subject="It",
-    ),
+        "farm", "forum", ("cows", "hens", "pigs"), "A farm has {n} {thing}.",
+        gains=("buys {n}", "gets {n}"), losses=("sells {n}", "loses {n}"),
+        product="A farm has {n} pens of {m} {thing}.", subject="It"),
     StoryTemplate(
-        "game",
-        "forum",
-        ("points",),
-        "{name} has {n} {thing}.",
-        gains=("wins {n}", "gets {n}"),
-        losses=("loses {n}", "pays {n}"),
-        growth=(("doubles them", 2),),
-    ),
+        "game", "forum", ("points",), "{name} has {n} {thing}.",
+        gains=("wins {n}", "gets {n}"), losses=("loses {n}", "pays {n}"),
+        growth=(("doubles them", 2),)),
     StoryTemplate(
-        "goal",
-        "forum",
-        ("dollars", "points"),
-        "{name} needs {n} {thing}.",
-        losses=("earns {n}", "gets {n}", "finds {n}"),
-        question="How many more?",
-    ),
+        "goal", "forum", ("dollars", "points"), "{name} needs {n} {thing}.",
+        losses=("earns {n}", "gets {n}", "finds {n}"), question="How many more?"),
     StoryTemplate(
-        "baker",
-        "forum",
-        ("cakes", "pies", "rolls"),
-        "{name} makes {n} {thing}.",
-        gains=("buys {n}", "adds {n}"),
-        losses=("sells {n}", "eats {n}", "burns {n}"),
-        product="{name} makes {n} trays of {m} {thing}.",
-    ),
+        "baker", "forum", ("cakes", "pies", "rolls"), "{name} makes {n} {thing}.",
+        gains=("buys {n}", "adds {n}"), losses=("sells {n}", "eats {n}", "burns {n}"),
+        product="{name} makes {n} trays of {m} {thing}."),
     StoryTemplate(
-        "garden",
-        "answer_key",
-        ("roses", "trees", "beans"),
-        "{name} plants {n} {thing}.",
-        gains=("adds {n}", "finds {n}"),
-        losses=("cuts {n}", "sells {n}"),
-        product="{name} plants {n} rows of {m} {thing}.",
-    ),
+        "garden", "answer_key", ("roses", "trees", "beans"), "{name} plants {n} {thing}.",
+        gains=("adds {n}", "finds {n}"), losses=("cuts {n}", "sells {n}"),
+        product="{name} plants {n} rows of {m} {thing}."),
     StoryTemplate(
-        "library",
-        "answer_key",
-        ("books", "maps"),
-        "A library has {n} {thing}.",
-        gains=("gets {n}", "buys {n}"),
-        losses=("lends {n}", "loses {n}"),
-        product="A library has {n} rows of {m} {thing}.",
-        subject="It",
-    ),
+        "library", "answer_key", ("books", "maps"), "A library has {n} {thing}.",
+        gains=("gets {n}", "buys {n}"), losses=("lends {n}", "loses {n}"),
+        product="A library has {n} rows of {m} {thing}.", subject="It"),
     StoryTemplate(
-        "walk",
-        "answer_key",
-        ("miles",),
-        "{name} walks {n} {thing}.",
-        gains=("runs {n}", "rides {n}", "swims {n}"),
-        question="How many {thing} in all?",
-    ),
+        "walk", "answer_key", ("miles",), "{name} walks {n} {thing}.",
+        gains=("runs {n}", "rides {n}", "swims {n}"), question="How many {thing} in all?"),
     StoryTemplate(
-        "trip",
-        "answer_key",
-        ("miles",),
-        "A trip is {n} {thing}.",
-        losses=("walks {n}", "rides {n}", "runs {n}"),
-        question="How many {thing} are left?",
-        subject="{name}",
-    ),
+        "trip", "answer_key", ("miles",), "A trip is {n} {thing}.",
+        losses=("walks {n}", "rides {n}", "runs {n}"), question="How many {thing} are left?",
+        subject="{name}"),
     StoryTemplate(
-        "cards",
-        "answer_key",
-        ("cards", "stamps"),
-        "{name} has {n} {thing}.",
-        gains=("wins {n}", "finds {n}"),
-        losses=("loses {n}", "sells {n}"),
-        product="{name} has {n} packs of {m} {thing}.",
-    ),
+        "cards", "answer_key", ("cards", "stamps"), "{name} has {n} {thing}.",
+        gains=("wins {n}", "finds {n}"), losses=("loses {n}", "sells {n}"),
+        product="{name} has {n} packs of {m} {thing}."),
 )
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +127,11 @@ LEVELS: dict[int, Level] = {
     4: Level(steps=4, largest=199, product_share=0.35),
     5: Level(steps=5, largest=999, product_share=0.45),
 }
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,12 +141,11 @@ class Step:
     left: int
     operator: str  # "+", "-" or "*"
     right: int
+    error: int = 0  # by which its result is wrong
 
     @property
     def result(self) -> int:
-        if self.operator == "+":
-            return self.left + self.right
-        return self.left - self.right if self.operator == "-" else self.left * self.right
+        return _OPERATIONS[self.operator](self.left, self.right) + self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +170,7 @@ class Problem:
 
 def draw_problem(rng: random.Random, level: Level) -> Problem | None:
     """Draw one problem, or None where the numbers drawn leave no next step within the level."""
-    template = rng.choice(STORY_TEMPLATES)
-    name, pronoun = rng.choice(PEOPLE)
+    template, name = rng.choice(STORY_TEMPLATES), rng.choice(PEOPLE)
     thing = rng.choice(template.things)
     may_multiply = rng.random() < level.product_share
     steps: list[Step] = []
@@ -275,11 +192,13 @@ def draw_problem(rng: random.Random, level: Level) -> Problem | None:
         steps.append(step)
         clauses.append(clause)
         value = step.result
-    subject = template.subject.format(name=name, pronoun=pronoun)
+    middle = ""
+    if clauses:
+        pronoun = "She" if name in WOMEN else "He"
+        *head, last = clauses
+        told = f"{', '.join(head)} and {last}" if head else last  # "a", "a and b", "a, b and c"
+        middle = f" {template.subject.format(name=name, pronoun=pronoun)} {told}."
     question = template.question.format(thing=thing)
-    *head, last = clauses or [""]
-    sentence = f"{', '.join(head)} and {last}" if head else last  # "a", "a and b", "a, b and c"
-    middle = f" {subject} {sentence}." if clauses else ""
     return Problem(template, f"{opening}{middle} {question}", tuple(steps))
 
 
@@ -303,78 +222,63 @@ def _draw_clause(
     choices = [(op, c) for op, c in choices if c.split()[0] not in verbs] or choices
     if not choices:
         return None
-    operator, clause = rng.choice(choices)
-    if operator == "*":
+    sign, clause = rng.choice(choices)
+    if sign == "*":
         return Step(value, "*", dict(template.growth)[clause]), clause
-    limit = level.largest - value if operator == "+" else value - 1
-    number = rng.randint(2, limit)
-    return Step(value, operator, number), clause.format(n=number)
+    number = rng.randint(2, level.largest - value if sign == "+" else value - 1)
+    return Step(value, sign, number), clause.format(n=number)
 
 
 def deal_problems(
     sizes: Mapping[str, int], difficulty: int, seed: int, largest: int = 0
 ) -> dict[str, list[Problem]]:
-    """Draw distinct problems and deal them to splits, in the order of `sizes`.
+    """Draw problems without a text or key in common and deal them to splits, in order of `sizes`.
 
-    No two problems share a text (but for case and spacing) or a key (kind, operators, numbers),
-    within a split or across. A split depends on the seed and on the sizes before its own only.
-    `largest` is the largest number in them; 0: as the difficulty says. Raises DataError when the
-    difficulty doesn't hold that many distinct problems.
+    A split depends on the seed and on the sizes before its own only. `largest` is the largest
+    number in them; 0: as the difficulty says. Raises DataError when the difficulty doesn't hold
+    that many distinct problems.
     """
     level = LEVELS[difficulty]
     level = replace(level, largest=largest or level.largest)
     rng = random.Random(f"arithmetic/{difficulty}/{seed}")
-    seen_keys: set[object] = set()
-    seen_texts: set[str] = set()
-    dealt: dict[str, list[Problem]] = {}
+    seen: set[object] = set()  # keys and texts
+    dealt: dict[str, list[Problem]] = {split: [] for split in sizes}
     for split, size in sizes.items():
-        rows: list[Problem] = []
         misses = 0
-        while len(rows) < size:
+        while len(dealt[split]) < size:
             problem = draw_problem(rng, level)
-            text = normalise(problem.question) if problem else ""
-            if problem is None or problem.key in seen_keys or text in seen_texts:
-                misses += 1
-                if misses > 2000:
-                    counts = ", ".join(f"{name} {count}" for name, count in sizes.items())
-                    raise DataError(
-                        f"data.difficulty={difficulty} has only about {len(seen_keys)} distinct "
-                        f"problems and the splits ask for {sum(sizes.values())} ({counts}); "
-                        "lower the sizes in data, or raise data.difficulty"
-                    )
+            marks = {problem.key, normalise(problem.question)} if problem else set()
+            if problem is not None and seen.isdisjoint(marks):
+                seen |= marks
+                dealt[split].append(problem)
+                misses = 0
                 continue
-            misses = 0
-            seen_keys.add(problem.key)
-            seen_texts.add(text)
-            rows.append(problem)
-        dealt[split] = rows
+            misses += 1
+            if misses > 2000:
+                counts = ", ".join(f"{name} {count}" for name, count in sizes.items())
+                raise DataError(
+                    f"data.difficulty={difficulty} has only about {len(seen) // 2} distinct "
+                    f"problems and the splits ask for {sum(sizes.values())} ({counts}); "
+                    "lower the sizes in data, or raise data.difficulty"
+                )
     return dealt
 
 
-@dataclass(frozen=True, slots=True)
-class StyleMix:
-    """Shares of the answer styles in one corpus; they add up to 1."""
-
-    worked: float  # every step, then the answer, e.g. 0.75
-    bare: float  # the answer alone, e.g. 0.15
-    slip: float  # worked, with one wrong result carried through, e.g. 0.1
-
-
-# Real corpora differ in how much they explain. With equally many templates per corpus, the whole is
-# 41 % worked, 52 % bare, 8 % slips: working a problem out pays, and the warm start often doesn't.
-CORPORA: dict[str, StyleMix] = {
-    "workbook": StyleMix(worked=0.75, bare=0.15, slip=0.10),
-    "forum": StyleMix(worked=0.32, bare=0.60, slip=0.08),
-    "answer_key": StyleMix(worked=0.15, bare=0.80, slip=0.05),
+# Shares of the answer styles: worked (every step, then the answer), bare (the answer alone) and
+# slip (worked, with one wrong result carried through). Real corpora differ in how much they
+# explain. With equally many templates per corpus, the total is 41 % worked, 52 % bare, 8 % slips:
+# working a problem out pays, and the warm start often doesn't.
+CORPORA = {
+    "workbook": {"worked": 0.75, "bare": 0.15, "slip": 0.10},
+    "forum": {"worked": 0.32, "bare": 0.60, "slip": 0.08},
+    "answer_key": {"worked": 0.15, "bare": 0.80, "slip": 0.05},
 }
-
-
 SMALLEST = 10  # of data.options.largest
 
 
 def worked_answer(problem: Problem) -> str:
     """Every step with its calculator mark, then the answer."""
-    return _write([(s.left, s.operator, s.right, s.result) for s in problem.steps])
+    return _written(problem.steps)
 
 
 def bare_answer(problem: Problem) -> str:
@@ -386,36 +290,31 @@ def slip_answer(problem: Problem, rng: random.Random) -> str:
     """A worked answer in which one result is wrong and the rest is computed from it."""
     at = rng.randrange(len(problem.steps))
     error = rng.choice((1, 2, 10)) * rng.choice((-1, 1))
-    lines = _with_error(problem, at, error)
-    if min(result for *_, result in lines) < 0:
-        lines = _with_error(problem, at, abs(error))
-    return _write(lines)
+    steps = _with_error(problem.steps, at, error)
+    if min(step.result for step in steps) < 0:
+        steps = _with_error(problem.steps, at, abs(error))
+    return _written(steps)
 
 
-def _with_error(problem: Problem, at: int, error: int) -> list[tuple[int, str, int, int]]:
-    lines: list[tuple[int, str, int, int]] = []
-    value = problem.steps[0].left
-    for i, step in enumerate(problem.steps):
-        result = Step(value, step.operator, step.right).result + (error if i == at else 0)
-        lines.append((value, step.operator, step.right, result))
-        value = result
-    return lines
+def _with_error(steps: Sequence[Step], at: int, error: int) -> list[Step]:
+    wrong: list[Step] = []
+    for i, step in enumerate(steps):
+        left = wrong[-1].result if wrong else step.left
+        wrong.append(replace(step, left=left, error=error if i == at else 0))
+    return wrong
 
 
-def _write(lines: list[tuple[int, str, int, int]]) -> str:
-    marks = [f"<<{left}{op}{right}={result}>>{result}" for left, op, right, result in lines]
-    return "\n".join([*marks, f"#### {lines[-1][3]}"])
+def _written(steps: Sequence[Step]) -> str:
+    marks = [f"<<{s.left}{s.operator}{s.right}={s.result}>>{s.result}" for s in steps]
+    return "\n".join([*marks, f"#### {steps[-1].result}"])
 
 
-def styled_answer(
-    problem: Problem, rng: random.Random, corpora: Mapping[str, StyleMix] = CORPORA
-) -> tuple[str, str]:
+def styled_answer(problem: Problem, rng: random.Random) -> tuple[str, str]:
     """Return (style, answer), the style drawn from the mix of the problem's corpus."""
-    mix = corpora[problem.template.corpus]
-    draw = rng.random()
-    if draw < mix.worked:
+    mix, draw = CORPORA[problem.template.corpus], rng.random()
+    if draw < mix["worked"]:
         return "worked", worked_answer(problem)
-    if draw < mix.worked + mix.bare:
+    if draw < mix["worked"] + mix["bare"]:
         return "bare", bare_answer(problem)
     return "slip", slip_answer(problem, rng)
 

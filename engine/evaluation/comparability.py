@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from engine.storage.artifacts import Manifest
 
 KEYS = ("data", "evaluate", "seed", "scorer")
-
 Settings = dict[str, object]  # JSON values by key
 
 
 def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> Settings:
-    """Return the settings that two evaluations must share, as manifests record them.
+    """The settings that two evaluations must share, as manifests record them.
 
     From `data` only the token budgets count: the response's, and for episodes the prompt's, if set.
     """
@@ -30,14 +29,11 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
     if config.runs_episodes and data.max_prompt_length:
         budgets["max_prompt_length"] = data.max_prompt_length
     # The addresses of the reward, the harness and the ranks change no completion.
-    names = {"reward", "plugins", "named_content", "lm_eval"}
-    names |= {"parallel", "map_parts", "start_timeout_s", "step_timeout_s"}
-    excluded: set[str] | dict[str, bool | set[str]] = names
-    if config.agent is not None:
-        # Where environments run, how many, and what is saved changes no episode.
-        excluded = dict.fromkeys(names, True) | {
-            "agent": {"num_workers", "concurrency", "save_freq_s"}
-        }
+    names = ["reward", "plugins", "named_content", "lm_eval"]
+    names += ["parallel", "map_parts", "start_timeout_s", "step_timeout_s"]
+    excluded: dict[str, bool | set[str]] = dict.fromkeys(names, True)
+    # Where environments run, how many, and what is saved changes no episode.
+    excluded["agent"] = {"num_workers", "concurrency", "save_freq_s"}
     return {
         "data": budgets,
         "evaluate": redact_values(config.model_dump(mode="json", exclude=excluded)),
@@ -47,7 +43,7 @@ def comparable_settings(data: DataConfig, config: EvaluateConfig, seed: int) -> 
 
 
 def recorded_settings(evaluation: Manifest) -> Settings:
-    """Return a manifest's `comparable_settings`; raise LineageError where they are missing."""
+    """A manifest's `comparable_settings`; LineageError where they are missing."""
     for key in KEYS:
         if key not in evaluation.config:
             raise LineageError(
@@ -70,7 +66,7 @@ def require_same_settings(
 
 
 def incomparable(first: Manifest, other: Manifest) -> list[str]:
-    """Return what two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
+    """What two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
 
     Code is compared by its sources, which tell apart what one commit with edits has in common.
     """
@@ -79,7 +75,7 @@ def incomparable(first: Manifest, other: Manifest) -> list[str]:
 
 
 def _differences(settings: Settings, other: Settings) -> dict[str, tuple[object, object]]:
-    """Return the settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
+    """The settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
     first, second = (
         {
             f"{key}.{name}".rstrip("."): entry
@@ -88,7 +84,5 @@ def _differences(settings: Settings, other: Settings) -> dict[str, tuple[object,
         }
         for side in (settings, other)
     )
-    keys = sorted(first.keys() | second.keys())
-    return {
-        key: (first.get(key), second.get(key)) for key in keys if first.get(key) != second.get(key)
-    }
+    pairs = {key: (first.get(key), second.get(key)) for key in sorted(first | second)}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

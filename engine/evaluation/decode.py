@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,23 +33,18 @@ from engine.workers.evaluator import EpisodeEvaluationWorker, EvaluationWorker
 from engine.workers.role import WorkerContext
 
 GIB = 1 << 30
-WEIGHT_BYTES = 2  # of an element on a GPU: bfloat16
 USABLE = 0.9  # of a GPU's memory that weights can fill
 
 
 def uses_ranks(config: EvaluateConfig) -> bool:
-    """Tell whether ranks are started: by the settings, or where this machine has several GPUs."""
+    """Whether ranks are started: by the settings, or where this machine has several GPUs."""
     if config.parallel is not None:
         return Layout.of(config.parallel).world_size > 1
     return torch.cuda.device_count() > 1
 
 
 def evaluation_layout(config: EvaluateConfig, folder: str | Path) -> Layout:
-    """Return `evaluate.parallel`, by default copies on all GPUs of this machine.
-
-    Raises ConfigError for a layout that the model can't be split by, PlacementError for a model
-    that the GPUs can't hold.
-    """
+    """`evaluate.parallel`, by default copies on all GPUs of this machine; checked."""
     if not uses_ranks(config):
         return Layout()
     model = text_config(folder)
@@ -81,41 +75,40 @@ def check_evaluation_layout(
                 f"evaluate.parallel.{name}={value} has no effect on decoding; set dp (copies of "
                 "the model) and tp (ranks that share a copy)"
             )
-    layout = Layout.of(config.parallel)
+    layout, fault = Layout.of(config.parallel), ""
     if layout.tp == 1:
         return
     if config.runs_episodes:
-        raise ConfigError(
-            f"evaluate.parallel.tp={layout.tp} with evaluate.multi_turn: turns are decoded on one "
-            "rank each; set tp=1, and dp for copies"
+        fault = "evaluate.multi_turn: turns are decoded on one rank each"
+    elif not (engine.decodes_shards or engine.loads_shards):
+        fault = f"evaluate.engine={config.engine}, which decodes whole models only"
+    elif model_config is not None and model_config.model_type not in ROLLOUT_FAMILIES:
+        fault = (
+            f"a model of type {model_config.model_type!r}: evaluation splits "
+            f"{', '.join(ROLLOUT_FAMILIES)} models"
         )
-    if not (engine.decodes_shards or engine.loads_shards):
+    if fault:
         raise ConfigError(
-            f"evaluate.parallel.tp={layout.tp} with evaluate.engine={config.engine}, which decodes "
-            "whole models only; set engine to native or vllm, or tp=1"
+            f"evaluate.parallel.tp={layout.tp} with {fault}; set tp=1, and dp for copies"
         )
-    if model_config is None:
-        return
-    if model_config.model_type not in ROLLOUT_FAMILIES:
-        raise ConfigError(
-            f"evaluate.parallel.tp={layout.tp} with a model of type {model_config.model_type!r}: "
-            f"evaluation splits {', '.join(ROLLOUT_FAMILIES)} models; set tp=1, and dp for copies"
-        )
-    check_layout(layout, layout.world_size, ModelShape.of(model_config))
+    if model_config is not None:
+        check_layout(layout, layout.world_size, ModelShape.of(model_config))
 
 
 def gpus_of_copy(
     config: EvaluateConfig, model_config: PretrainedConfig, gpu_memory: int, gpus: int
 ) -> int:
-    """Return the fewest GPUs of a machine on which a copy's weights fill at most half the memory.
+    """The fewest GPUs of a machine on which a copy's weights fill at most half the memory.
 
     The other half is for keys and values. `gpu_memory`: bytes of one. A model whose sizes nobody
     knows takes one. Raises PlacementError where weights alone are more than the GPUs hold.
     """
-    need = _weight_bytes(model_config)
-    sizes = [
-        tp for tp in range(1, gpus + 1) if gpus % tp == 0 and _allowed(config, model_config, tp)
-    ]
+    need, sizes = _weight_bytes(model_config), [1]
+    for tp in (tp for tp in range(2, gpus + 1) if gpus % tp == 0):
+        with suppress(ConfigError):
+            split = config.model_copy(update={"parallel": ParallelConfig(tp=tp)})
+            check_evaluation_layout(split, model_config)
+            sizes.append(tp)
     for tp in sizes:
         if need / tp <= gpu_memory / 2:
             return tp
@@ -131,10 +124,7 @@ def gpus_of_copy(
 def check_evaluation_memory(
     config: EvaluateConfig, model_config: PretrainedConfig, gpu_memory: int, gpus: int
 ) -> None:
-    """Raise PlacementError where a machine's GPUs can't hold what evaluation keeps on them.
-
-    The sentence has the layout that would fit.
-    """
+    """Raise PlacementError, with a layout that would fit, where GPUs can't hold the weights."""
     fewest = gpus_of_copy(config, model_config, gpu_memory, gpus)
     if config.parallel is None:
         return
@@ -147,25 +137,14 @@ def check_evaluation_memory(
         )
 
 
-def _allowed(config: EvaluateConfig, model_config: PretrainedConfig, tp: int) -> bool:
-    """Tell whether a copy can be on so many ranks."""
-    split = config.model_copy(update={"parallel": ParallelConfig(tp=tp)})
-    if tp > 1:
-        try:
-            check_evaluation_layout(split, model_config)
-        except ConfigError:
-            return False
-    return True
-
-
 def _weight_bytes(model_config: PretrainedConfig) -> int:
-    """Return bytes of all weights in bfloat16; 0 for a model that transformers can't build."""
+    """Bytes of all weights in bfloat16; 0 for a model that transformers can't build."""
     try:
         with torch.device("meta"), no_init_weights():
             model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
     except ValueError:
         return 0
-    return WEIGHT_BYTES * sum(weight.numel() for weight in model.parameters())
+    return 2 * sum(weight.numel() for weight in model.parameters())
 
 
 ROLE = "evaluation"
@@ -195,7 +174,7 @@ def decode_passes(
     longest_prompt: int = 0,
     on_progress: Report | None = None,
 ) -> list[list[Answer]]:
-    """Return the completions of each pass, `params.n` a prompt, in the prompts' order.
+    """The completions of each pass, `params.n` a prompt, in the prompts' order.
 
     With `config.multi_turn` they are episodes, of rows that `columns` hold; an environment's own
     first messages may have `max_prompt_length` tokens, or as many as the longest prompt. Where the
@@ -203,8 +182,8 @@ def decode_passes(
     `longest_prompt` the length of the longest: what is drawn is then as if all were decoded here.
     `config` gives the engine, the layout and the settings of episodes.
 
-    `on_progress(n)` is called with the number of finished completions of all passes. A rank that
-    fails or dies ends all of it: raises its EngineError, or WorkerError with rank and cause.
+    `on_progress(n)` gets the number of finished completions of all passes. Raises the EngineError
+    of a rank that fails, or WorkerError with rank and cause of one that dies.
     """
     layout = evaluation_layout(config, folder)
     rows = {**(columns or {}), "prompt_ids": list(prompts)}
@@ -241,13 +220,11 @@ def _alone(
         for params in passes:
             # What this pass has finished counts on top of the passes before.
             before = sum(map(len, answers))
-            batch = worker.answer(prompts, params, partial(_add, report, before))
+            batch = worker.answer(
+                prompts, params, lambda done, before=before: report(before + done)
+            )
             answers.append(_answers([batch]))
     return answers
-
-
-def _add(report: Report, before: int, done: int) -> None:
-    report(before + done)
 
 
 def _on_ranks(
@@ -263,9 +240,7 @@ def _on_ranks(
     gpus = torch.cuda.device_count() > 0  # a GPU a rank, else its share of the cores
     pool = Pool((ROLE,), ranks, cpus=1.0 if gpus else share, gpus=1.0 if gpus else 0.0)
     placement = Placement(
-        (pool,),
-        start_timeout_s=config.start_timeout_s,
-        call_timeout_s=config.step_timeout_s,
+        (pool,), start_timeout_s=config.start_timeout_s, call_timeout_s=config.step_timeout_s
     )
     with ray_session("ray", OBJECT_STORE_BYTES), launch(placement, [spec]) as roles:
         calls, done = [], 0

@@ -43,11 +43,10 @@ class HarnessScore:
 
     @property
     def key(self) -> str:
-        """Return its name among the metrics of a run."""
         return f"lm_eval/{self.task}/{self.metric}"
 
     def interval(self, confidence: float) -> Interval | None:
-        """Return the normal interval by the standard error, e.g. of 95 %; None without one."""
+        """The normal interval by the standard error, e.g. of 95 %; None without one."""
         if self.stderr is None:
             return None
         half = NormalDist().inv_cdf(0.5 + confidence / 2) * self.stderr
@@ -66,9 +65,9 @@ def require_lm_eval(config: LMEvalConfig) -> None:
     is_installed = not config.python and importlib.util.find_spec("lm_eval") is not None
     if config.python:
         command = [config.python, "-c", "import lm_eval"]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            process = subprocess.run(command, capture_output=True, timeout=STARTS_S, check=False)
-            is_installed = process.returncode == 0
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(command, capture_output=True, timeout=STARTS_S, check=True)
+            is_installed = True
     if not is_installed:
         raise ConfigError(
             f"evaluate.lm_eval.tasks={list(config.tasks)} needs the lm-evaluation-harness, which "
@@ -82,20 +81,19 @@ def run_lm_eval(
 ) -> list[HarnessScore]:
     """Run the configured tasks on a model's folder; return their scores, by task and metric.
 
-    It runs on this process's device, in bfloat16 on a GPU and in float32 without one. `scratch`: an
-    empty folder. Raises DataError, with the end of its log, where it fails or takes longer than
-    `timeout_s`.
+    It runs on this process's device, in bfloat16 on a GPU and in float32 without one, in an empty
+    folder `scratch`. Raises DataError, with the end of its log, where it fails or takes too long.
     """
     command = _command(Path(folder), config, seed, scratch)
     log = scratch / "log"
-    environment = os.environ | {"TOKENIZERS_PARALLELISM": "false"}
+    offline = OFFLINE if config.offline else {}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment | (OFFLINE if config.offline else {}),
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false"} | offline,
             start_new_session=True,
         )
         try:
@@ -107,9 +105,8 @@ def run_lm_eval(
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if status != 0:
-        what = f"ended with status {status}"
-        if status is None:
-            what = f"took longer than evaluate.lm_eval.timeout_s={config.timeout_s:g}"
+        slow = f"took longer than evaluate.lm_eval.timeout_s={config.timeout_s:g}"
+        what = slow if status is None else f"ended with status {status}"
         end = " ".join(log.read_text(errors="replace")[-LOG_END:].split())
         raise DataError(
             f"the lm-evaluation-harness {what} on {folder}: {end}; check evaluate.lm_eval (offline "
@@ -122,7 +119,7 @@ def run_lm_eval(
 
 
 def read_results(values: Mapping[str, Any]) -> list[HarnessScore]:
-    """Return the scores in the harness's own JSON, whose metrics are named `acc,none`."""
+    """The scores in the harness's own JSON, whose metrics are named `acc,none`."""
     scores = []
     for task, metrics in sorted(values["results"].items()):
         count = values.get("n-samples", {}).get(task, {}).get("effective")
@@ -133,28 +130,21 @@ def read_results(values: Mapping[str, Any]) -> list[HarnessScore]:
             if not comma or metric.endswith("_stderr") or not number:
                 continue
             error = metrics.get(f"{metric}_stderr,{kind}")
-            scores.append(
-                HarnessScore(
-                    task,
-                    metric if kind == "none" else f"{metric} ({kind})",
-                    float(value),
-                    error if isinstance(error, float) and math.isfinite(error) else None,
-                    version,
-                    count,
-                )
-            )
+            known = isinstance(error, float) and math.isfinite(error)
+            shown = metric if kind == "none" else f"{metric} ({kind})"
+            stderr = error if known else None
+            scores.append(HarnessScore(task, shown, float(value), stderr, version, count))
     return scores
 
 
 def to_json(scores: Mapping[str, Sequence[HarnessScore]], confidence: float) -> str:
-    """Return the scores of models by name, as the artifact has them."""
+    """The scores of models by name, as the artifact has them."""
     models = {name: [asdict(score) for score in rows] for name, rows in scores.items()}
-    values = {"confidence": confidence, "models": models}
-    return json.dumps(values, indent=2, sort_keys=True)
+    return json.dumps({"confidence": confidence, "models": models}, indent=2, sort_keys=True)
 
 
 def from_json(text: str | bytes, where: str) -> dict[str, list[HarnessScore]]:
-    """Return what `to_json` wrote; LineageError, which names `where`, if it is something else."""
+    """What `to_json` wrote; LineageError, which names `where`, if it is something else."""
     try:
         models = json.loads(text)["models"]
         return {name: [HarnessScore(**row) for row in rows] for name, rows in models.items()}
@@ -165,7 +155,7 @@ def from_json(text: str | bytes, where: str) -> dict[str, list[HarnessScore]]:
 def pairs(
     scores: Mapping[str, Sequence[HarnessScore]], before: str, after: str
 ) -> list[tuple[HarnessScore, HarnessScore]]:
-    """Return the same metric of two models, for each that both have."""
+    """The same metric of two models, for each that both have."""
     first = {score.key: score for score in scores.get(before, ())}
     return [(first[score.key], score) for score in scores.get(after, ()) if score.key in first]
 
@@ -177,11 +167,10 @@ def _command(folder: Path, config: LMEvalConfig, seed: int, scratch: Path) -> li
 
     gpu = torch.cuda.is_available()
     arguments = {"pretrained": str(folder), "dtype": "bfloat16" if gpu else "float32"}
-    if (alone := tokenizer_alone(folder, scratch / "tokenizer")) is not None:
+    if alone := tokenizer_alone(folder, scratch / "tokenizer"):
         arguments["tokenizer"] = str(alone)
-    for value in arguments.values():
-        if "," in value or "=" in value:
-            raise ConfigError(f"the lm-evaluation-harness takes no path with , or =: {value}")
+    if wrong := [value for value in arguments.values() if "," in value or "=" in value]:
+        raise ConfigError(f"the lm-evaluation-harness takes no path with , or =: {wrong[0]}")
     command = [
         *(config.python or sys.executable, "-m", "lm_eval", "--model", "hf"),
         *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),

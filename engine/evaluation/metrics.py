@@ -42,7 +42,7 @@ class LengthSummary:
 
 
 def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
-    """Return the chance that one of k samples is right, estimated without bias from n ≥ k samples.
+    """The chance that one of k samples is right, estimated without bias from n ≥ k samples.
 
     Chen et al. 2021 (arXiv:2107.03374), eq. 1: 1 − C(n−c, k) / C(n, k), as the product
     1 − ∏_{i=n−c+1}^{n} (1 − k/i), in which no factorial can overflow.
@@ -52,17 +52,15 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
     """
     right = np.asarray(correct)
     total = np.broadcast_to(np.asarray(samples), right.shape)
-    if right.ndim != 1 or right.dtype.kind not in "iu" or total.dtype.kind not in "iu":
-        raise DataError("pass@k needs integer counts of shape [N]; count the right samples first")
-    if np.any((right < 0) | (right > total)):
-        row = int(np.argmax((right < 0) | (right > total)))
+    wrong = np.flatnonzero((right < 0) | (right > total))
+    if wrong.size:
+        row = wrong[0]
         raise DataError(
             f"problem {row} has {right[row]} right of {total[row]} samples; "
             "the count must lie between 0 and the number of samples"
         )
     if k < 1 or np.any(total < k):
-        fewest = int(total.min()) if total.size else 0
-        raise DataError(f"pass@{k} needs 1 ≤ k ≤ samples, but a problem has {fewest}; lower k")
+        raise DataError(f"pass@{k} needs 1 ≤ k ≤ samples, but a problem has {total.min()}; lower k")
     result = np.empty(right.shape)
     for n in np.unique(total):
         here = total == n
@@ -73,7 +71,7 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
 
 
 def majority_vote(answers: Sequence[str | None]) -> str | None:
-    """Return the most frequent answer; None only when every sample failed to give one.
+    """The most frequent answer; None only when every sample failed to give one.
 
     Among equally frequent answers the one sampled first wins: samples are exchangeable, so this
     favours no answer, unlike an order of the strings.
@@ -83,11 +81,11 @@ def majority_vote(answers: Sequence[str | None]) -> str | None:
 
 
 def wilson_interval(correct: ArrayLike, confidence: float) -> Interval:
-    """Return the interval of a rate from N outcomes of 0 or 1 (Wilson 1927), never empty.
+    """The interval of a rate from `[N]` outcomes of 0 or 1 (Wilson 1927), never empty.
 
-    correct: `[N]` booleans, or numbers that are 0 or 1. Raises DataError for anything else.
+    Raises DataError for other numbers.
     """
-    outcomes = _checked(correct, confidence)
+    outcomes = _checked(correct)
     if np.any((outcomes != 0) & (outcomes != 1)):
         raise DataError("a Wilson interval needs outcomes of 0 or 1; use mean_interval for others")
     n, rate = outcomes.size, float(outcomes.mean())
@@ -99,13 +97,11 @@ def wilson_interval(correct: ArrayLike, confidence: float) -> Interval:
 
 
 def mean_interval(values: ArrayLike, confidence: float, samples: int, seed: int) -> Interval:
-    """Return the mean over problems with its percentile bootstrap interval (Efron 1979).
+    """The mean of `[N]` finite numbers with its percentile bootstrap interval (Efron 1979).
 
-    values: `[N]` finite numbers; samples: resamples drawn. Same seed, same interval.
+    `samples` resamples are drawn. Same seed, same interval.
     """
-    checked = _checked(values, confidence)
-    if samples < 1:
-        raise DataError(f"bootstrap_samples={samples} must be at least 1")
+    checked = _checked(values)
     generator, n, means = np.random.default_rng(seed), checked.size, np.empty(samples)
     at_once = max(1, _RESAMPLED_AT_ONCE // n)
     for start in range(0, samples, at_once):
@@ -118,12 +114,12 @@ def mean_interval(values: ArrayLike, confidence: float, samples: int, seed: int)
 
 
 def rate_interval(values: ArrayLike, confidence: float, samples: int, seed: int) -> Interval:
-    """Return the interval of a mean of N rates: Wilson where all are 0 or 1, else bootstrap.
+    """The interval of a mean of N rates: Wilson where all are 0 or 1, else bootstrap.
 
     A bootstrap of values that are all 0 has no width and would claim certainty; Wilson's has. Nor
     has that of a single value, whose interval is all of [0, 1].
     """
-    rates = _checked(values, confidence)
+    rates = _checked(values)
     if np.all((rates == 0) | (rates == 1)):
         return wilson_interval(rates, confidence)
     if rates.size == 1:
@@ -134,14 +130,13 @@ def rate_interval(values: ArrayLike, confidence: float, samples: int, seed: int)
 def paired_bootstrap(
     before: ArrayLike, after: ArrayLike, confidence: float, samples: int, seed: int
 ) -> Interval:
-    """Return the gain `after − before` on the same problems with its bootstrap interval.
+    """The gain `after − before`, `[N]` scores of the same problems, with its bootstrap interval.
 
     Problems are resampled, not outcomes, so what both models share (a problem's difficulty)
-    cancels (Koehn 2004). before, after: `[N]` finite scores of problem i at position i.
-    Raises DataError when shapes differ or N < 2: one problem has no spread to resample, and
-    its interval would claim certainty.
+    cancels (Koehn 2004). Raises DataError when shapes differ or N < 2: one problem has no spread to
+    resample, and its interval would claim certainty.
     """
-    first, second = _checked(before, confidence), _checked(after, confidence)
+    first, second = _checked(before), _checked(after)
     if first.shape != second.shape:
         raise DataError(
             f"paired scores differ in number: {first.size} before, {second.size} after; "
@@ -154,28 +149,17 @@ def paired_bootstrap(
 
 def length_summary(lengths: ArrayLike) -> LengthSummary:
     """Summarise response lengths (`[N]`, tokens, at least one)."""
-    values = np.asarray(lengths, dtype=np.float64)
-    if values.ndim != 1 or values.size == 0 or not np.isfinite(values).all() or values.min() < 0:
-        raise DataError("response lengths must be a non-empty list of numbers of 0 or more")
+    values = _checked(lengths)
     median, p95 = np.quantile(values, [0.5, 0.95])
     return LengthSummary(float(values.mean()), float(median), float(p95), float(values.max()))
 
 
-def format_rate(well_formed: Sequence[bool]) -> float:
-    """Return the share of completions that keep the answer format."""
-    if not well_formed:
-        raise DataError("a format rate needs at least one completion")
-    return sum(map(bool, well_formed)) / len(well_formed)
-
-
-def _checked(values: ArrayLike, confidence: float) -> FloatArray:
-    """Return `values` as `[N]` float64; raise DataError if empty, not flat or not finite."""
+def _checked(values: ArrayLike) -> FloatArray:
+    """The values as `[N]` float64; DataError if empty or not finite."""
     array = np.asarray(values, dtype=np.float64)
-    if array.ndim != 1 or array.size == 0:
-        raise DataError(f"scores must be a non-empty list of N numbers, got shape {array.shape}")
+    if array.size == 0:
+        raise DataError("scores must be a non-empty list of numbers")
     if not np.isfinite(array).all():
         row = int(np.argmin(np.isfinite(array)))
         raise DataError(f"score of problem {row} is {array[row]}; every score must be finite")
-    if not 0 < confidence < 1:
-        raise DataError(f"confidence={confidence} must lie between 0 and 1, e.g. 0.95")
     return array

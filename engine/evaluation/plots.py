@@ -10,6 +10,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,7 +19,6 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import ArrayLike
 
-from engine.evaluation.metrics import Interval
 from engine.evaluation.policy_steps import Overoptimisation, smoothed
 from engine.evaluation.summary import EvaluationComparison
 
@@ -27,6 +27,11 @@ AFTER_COLOUR = "#2f5fd0"
 _TEXT = "#3b4352"
 _FAINT = "#e6e9ef"
 _LINE_COLOURS = ("#2f5fd0", "#c2571a", "#2b8a5f", "#8a4fbf", "#b0306a", "#5b6472")
+_LEGEND: dict[str, Any] = {
+    "loc": "upper left", "bbox_to_anchor": (0, 1.13), "ncols": 2, "frameon": False,
+    "fontsize": 8.5, "labelcolor": _TEXT,
+}  # fmt: skip
+_PATCHES: dict[str, Any] = {"handlelength": 1.1, "handleheight": 0.9, "columnspacing": 1.4}
 _WIDE, _NARROW = (4.6, 3.0), (3.6, 2.2)  # inches; a phone shows the letters of either at 9 px
 
 
@@ -41,9 +46,10 @@ def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str
         intervals = (model.pass_at_1, model.pass_at_k, model.majority)
         positions = np.arange(len(labels)) + (side - 0.5) * 0.38
         means = [interval.mean for interval in intervals]
+        errors = [(max(0.0, i.mean - i.low), max(0.0, i.high - i.mean)) for i in intervals]
         axes.bar(positions, means, width=0.35, color=colour, label=names[side], zorder=2)
         axes.errorbar(
-            positions, means, yerr=_errors(intervals), fmt="none", ecolor=_TEXT, elinewidth=1.1,
+            positions, means, yerr=np.transpose(errors), fmt="none", ecolor=_TEXT, elinewidth=1.1,
             capsize=3, capthick=1.1, zorder=3,
         )  # fmt: skip
         for x, interval in zip(positions, intervals, strict=True):
@@ -58,7 +64,7 @@ def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     _plain(axes)
-    _legend(axes)
+    axes.legend(**_LEGEND, **_PATCHES)
     return _to_svg(figure, "bars")
 
 
@@ -80,7 +86,7 @@ def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_ylim(top=1.18 * axes.get_ylim()[1])  # room for the legend
     _plain(axes)
-    _legend(axes)
+    axes.legend(**_LEGEND, **_PATCHES)
     return _to_svg(figure, "lengths")
 
 
@@ -91,8 +97,7 @@ def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
         colour = _LINE_COLOURS[number % len(_LINE_COLOURS)]
         figure = Figure(figsize=_NARROW, facecolor="none")
         axes = figure.add_subplot()
-        points = np.asarray(values, dtype=np.float64)
-        points = np.where(np.isfinite(points), points, np.nan)
+        points = np.nan_to_num(values, nan=np.nan, posinf=np.nan, neginf=np.nan)
         steps = np.arange(1, points.size + 1)
         axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
         axes.plot(steps, smoothed(points), color=colour, linewidth=1.8)
@@ -121,20 +126,8 @@ def overoptimisation(steps: Overoptimisation) -> str:
     right.grid(visible=False)
     right.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None))
     left.set_xlabel("KL from the start, nats a completion")
-    lines = [axes.get_legend_handles_labels() for axes, *_ in sides]
-    left.legend(
-        [line for handles, _ in lines for line in handles],
-        [label for _, labels in lines for label in labels],
-        loc="upper left", bbox_to_anchor=(0, 1.13), ncols=2, frameon=False, fontsize=8.5,
-        labelcolor=_TEXT,
-    )  # fmt: skip
+    left.legend(handles=[axes.get_lines()[0] for axes, *_ in sides], **_LEGEND)
     return _to_svg(figure, "overoptimisation")
-
-
-def _errors(intervals: Sequence[Interval]) -> np.ndarray:
-    """Return distances to the ends, `[2, n]`, as matplotlib's error bars take them."""
-    low = [max(0.0, i.mean - i.low) for i in intervals]
-    return np.array([low, [max(0.0, i.high - i.mean) for i in intervals]])
 
 
 def _plain(axes: Axes) -> None:
@@ -152,24 +145,16 @@ def _plain(axes: Axes) -> None:
         label.set_color(_TEXT)
 
 
-def _legend(axes: Axes) -> None:
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(0, 1.13), ncols=2, frameon=False, fontsize=8.5,
-        labelcolor=_TEXT, handlelength=1.1, handleheight=0.9, columnspacing=1.4,
-    )  # fmt: skip
-
-
 def _to_svg(figure: Figure, name: str) -> str:
-    """Return the figure as an `<svg>` element whose ids are the same each time and its own.
+    """The figure as an `<svg>` element whose ids are the same each time and its own.
 
-    matplotlib salts ids at random and numbers groups alike in every figure; on one page they
-    would clash, and equal reports would differ.
+    matplotlib salts ids at random and numbers groups alike in every figure, which would clash on
+    one page.
     """
     figure.set_layout_engine("tight")
     buffer = io.StringIO()
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :]
+    svg = buffer.getvalue()[buffer.getvalue().index("<svg") :]
     old_ids = dict.fromkeys(re.findall(r'\bid="([^"]+)"', svg))
     ids = {old: f"{name}-{number}" for number, old in enumerate(old_ids)}
 

@@ -28,11 +28,10 @@ class PolicySteps:
 
     @property
     def until_model(self) -> pd.DataFrame:
-        """Return the steps that the model has learned from."""
         return self.rows[: self.row + 1]
 
     def __str__(self) -> str:
-        """Return e.g. `step 40 of 80, validation reward 0.812`."""
+        """E.g. `step 40 of 80, validation reward 0.812`."""
         score = float(self.rows[SCORE].iloc[self.row]) if SCORE in self.rows else math.nan
         shown = f", validation reward {score:.3f}" if math.isfinite(score) else ""
         return f"step {self.row + 1} of {len(self.rows)}{shown}"
@@ -45,9 +44,7 @@ def read_policy_steps(policy: Path) -> PolicySteps | None:
     names no step.
     """
     path = policy / FILE
-    if not path.is_file():
-        return None
-    rows = pd.read_parquet(path)
+    rows = pd.read_parquet(path) if path.is_file() else pd.DataFrame()
     if rows.empty:
         return None
     if MODEL not in rows:
@@ -72,25 +69,21 @@ class Overoptimisation:
 
     @property
     def peak(self) -> int:
-        """Return the step (from 0) at which the moving mean of the true reward is highest."""
+        """The step (from 0) at which the moving mean of the true reward is highest."""
         return int(np.argmax(smoothed(self.true_reward)))
 
     def metrics(self) -> dict[str, float]:
-        """Return the first, best and last values of the moving means."""
-        model, true, kl = map(smoothed, (self.model_reward, self.true_reward, self.kl))
-        steps = {"first": 0, "peak": self.peak, "last": -1}
-        prefix = "overoptimisation"
-        return (
-            {f"{prefix}/true_{name}": float(true[step]) for name, step in steps.items()}
-            | {f"{prefix}/model_{name}": float(model[step]) for name, step in steps.items()}
-            | {f"{prefix}/kl_{name}": float(kl[steps[name]]) for name in ("peak", "last")}
-            | {f"{prefix}/step_peak": float(self.peak + 1)}
-        )
+        """The first, best and last values of the moving means."""
+        curves = {"true": self.true_reward, "model": self.model_reward, "kl": self.kl}
+        values = {
+            f"overoptimisation/{name}_{at}": float(smoothed(curve)[step])
+            for name, curve in curves.items()
+            for at, step in (("first", 0), ("peak", self.peak), ("last", -1))
+        }
+        return values | {"overoptimisation/step_peak": float(self.peak + 1)}
 
     def sentence(self) -> str:
-        """Return it in a sentence for a person."""
-        at = self.metrics()
-        values = {key.removeprefix("overoptimisation/"): value for key, value in at.items()}
+        values = {key.rpartition("/")[2]: value for key, value in self.metrics().items()}
         ends = (
             f"the true reward (share of right completions) goes from {values['true_first']:.3f} to "
             f"{values['true_last']:.3f}, the reward model's from {values['model_first']:.3f} to "
@@ -114,11 +107,7 @@ def read_overoptimisation(policy: Path) -> Overoptimisation | None:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the centred moving mean over a tenth of the steps, `[T]`; gaps stay gaps."""
-    half = max(1, values.size // 20)
-    smooth = np.full(values.size, np.nan)
-    for step in range(values.size):
-        window = values[max(0, step - half) : step + half + 1]
-        if np.isfinite(values[step]):
-            smooth[step] = window[np.isfinite(window)].mean()
-    return smooth
+    """The centred moving mean over a tenth of the steps, `[T]`; gaps stay gaps."""
+    finite = pd.Series(np.where(np.isfinite(values), values, np.nan))
+    window = finite.rolling(2 * max(1, values.size // 20) + 1, center=True, min_periods=1)
+    return window.mean().where(finite.notna()).to_numpy()

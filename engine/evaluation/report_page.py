@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -30,16 +30,14 @@ _MODEL_TITLES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """A fact that leads to another page."""
 
     text: str
     href: str
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The decision of promotion about the evaluated model."""
 
     promoted: bool
@@ -61,24 +59,19 @@ def render_report(
     sets: Sequence[EvaluatedSet] = (),
     overoptimisation: Overoptimisation | None = None,
 ) -> str:
-    """Return the page.
+    """Return the page; DataError when the two tables are not of the same problems.
 
     facts: label → value, shown on top (run id, data, model, …). curves: metric → one value a
-    training step. verdict: what promotion decided; None before it. harness: both models' scores in
-    the lm-evaluation-harness. examples: problems shown of each kind, drawn with the comparison's
-    seed. before: what the first model is, `start_model` where there was no warm start; empty: what
-    its table says. after: the same of the second, `preference` for preference learning. sets: every
-    evaluation set, for the table by set, source and level. overoptimisation: of RL by a reward
-    model. Raises DataError when the two tables are not of the same problems.
+    training step. harness: both models' scores in the lm-evaluation-harness. examples: problems
+    shown of each kind, drawn with the comparison's seed. before, after: what the models are, e.g.
+    `start_model` where there was no warm start; empty: what their tables say. sets: every
+    evaluation set, for the table by set, source and level.
     """
     check_paired(rows_before, rows_after)
     models = (comparison.before, comparison.after)
-    models_shown = (before or comparison.before.model, after or comparison.after.model)
-    first, second = (_MODEL_TITLES.get(model, model) for model in models_shown)
-    names = (first, second)
+    first, second = before or models[0].model, after or models[1].model
+    names = (_MODEL_TITLES.get(first, first), _MODEL_TITLES.get(second, second))
     curves = {name: values for name, values in (curves or {}).items() if len(values)}
-    lengths_before = rows_before["response_length"].to_numpy()
-    lengths_after = rows_after["response_length"].to_numpy()
     page = _templates().get_template("report.html.j2")
     return page.render(
         bars=plots.metric_bars(comparison, names),
@@ -88,7 +81,9 @@ def render_report(
         facts=facts or {},
         groups=_example_groups(comparison, rows_before, rows_after, examples),
         harness=harness,
-        lengths=plots.length_histogram(lengths_before, lengths_after, names),
+        lengths=plots.length_histogram(
+            rows_before["response_length"], rows_after["response_length"], names
+        ),
         models=models,
         names=names,
         overoptimisation=overoptimisation
@@ -114,7 +109,7 @@ def _templates() -> Environment:
 
 
 def _parts(sets: Sequence[EvaluatedSet]) -> list[dict[str, object]]:
-    """Return the rows of the table by set, source and level; none where that is a single one."""
+    """The rows of the table by set, source and level; none where that is a single one."""
     rows: list[dict[str, object]] = []
 
     def add(kind: str, name: str, note: str, part: EvaluationComparison | Part) -> None:
@@ -132,7 +127,7 @@ def _parts(sets: Sequence[EvaluatedSet]) -> list[dict[str, object]]:
 def _example_groups(
     comparison: EvaluationComparison, before: pd.DataFrame, after: pd.DataFrame, examples: int
 ) -> list[dict[str, object]]:
-    """Return problems fixed, broken and still wrong, at most `examples` of each."""
+    """Problems fixed, broken and still wrong, at most `examples` of each."""
     was, now = before["greedy_correct"].to_numpy(), after["greedy_correct"].to_numpy()
     kinds = (
         ("Fixed", "wrong before, right now", ~was & now),
@@ -142,16 +137,14 @@ def _example_groups(
     generator = np.random.default_rng(comparison.seed)
     groups: list[dict[str, object]] = []
     for title, meaning, mask in kinds:
-        matching = np.flatnonzero(mask)
-        rows = np.sort(generator.permutation(matching)[:examples])
+        rows = np.sort(generator.permutation(np.flatnonzero(mask))[:examples])
         problems = [_example(before.iloc[row], after.iloc[row]) for row in rows]
-        group = {"title": title, "meaning": meaning, "count": matching.size, "examples": problems}
-        groups.append(group)
+        count = int(mask.sum())
+        groups.append({"title": title, "meaning": meaning, "count": count, "examples": problems})
     return groups
 
 
 def _example(before: pd.Series, after: pd.Series) -> dict[str, object]:
-    """Return a problem with both models' greedy answers."""
     answers = [
         {
             "completion": row["greedy_completion"],
@@ -160,11 +153,8 @@ def _example(before: pd.Series, after: pd.Series) -> dict[str, object]:
         }
         for row in (before, after)
     ]
-    return {
-        "prompt": before["prompt"],
-        "ground_truth": before["ground_truth"],
-        "answers": answers,
-    }
+    problem = {name: before[name] for name in ("prompt", "ground_truth")}
+    return {**problem, "answers": answers}
 
 
 def _percent(fraction: float) -> str:

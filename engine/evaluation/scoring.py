@@ -22,7 +22,7 @@ from engine.data.templates import decode_response, encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.evaluation.decode import Answer, decode_passes
-from engine.evaluation.results import Judged, ModelName, Problems, build_rows
+from engine.evaluation.results import Judged, ModelName, build_rows
 from engine.evaluation.summary import TEST
 from engine.registry import import_plugins
 from engine.rewards import Scorer
@@ -37,35 +37,35 @@ AT_ONCE = 256  # completions in one call of the scorer, which has a deadline
 
 def judge(
     scorer: Scorer,
-    texts: Sequence[str],
-    tokens: Sequence[int],
-    truncated: Sequence[bool],
+    completions: Sequence[tuple[str, int, bool]],
     prompts: Sequence[str],
     columns: Mapping[str, Sequence[object]],
 ) -> list[Judged]:
     """Judge B completions to B prompts (the texts of their last messages), with B of each column.
 
-    One that can't be scored is wrong, and marked; with `on_error: fail` RewardError is raised.
+    A completion is its text, its tokens, and whether it is at the limit of tokens. One that can't
+    be scored is wrong, and marked; with `on_error: fail` RewardError is raised.
     """
     judged: list[Judged] = []
     on_error = "fail" if scorer.config.on_error == "fail" else "zero"
-    for start in range(0, len(texts), AT_ONCE):
+    for start in range(0, len(completions), AT_ONCE):
         part = slice(start, start + AT_ONCE)
-        some, some_texts = {name: values[part] for name, values in columns.items()}, texts[part]
-        scores = scorer.score(prompts[part], some_texts, some, on_error)  # type: ignore[arg-type]
-        sources = some.get("data_source", [""] * len(some_texts))
-        answers, readable = scorer.answers(some_texts, sources)
+        some = {name: values[part] for name, values in columns.items()}
+        texts = [text for text, *_ in completions[part]]
+        scores = scorer.score(prompts[part], texts, some, on_error)  # type: ignore[arg-type]
+        sources = some.get("data_source", [""] * len(texts))
+        answers, readable = scorer.answers(texts, sources)
         right, totals = scorer.correct(scores, sources), scorer.totals(scores)
         names = scores.components or ()
         if "format" in names:  # else the rewards' rules say what keeps the format
             well_formed = [row[names.index("format")] >= 1 for row in scores.rows]
         else:
-            well_formed = scorer.well_formed(some_texts, sources) or [True] * len(some_texts)
+            well_formed = scorer.well_formed(texts, sources) or [True] * len(texts)
         judged += [
             Judged(
                 text=text,
-                tokens=tokens[start + i],
-                truncated=truncated[start + i],
+                tokens=tokens,
+                truncated=truncated,
                 correct=right[i],
                 score=totals[i],
                 answer=answers[i],
@@ -73,7 +73,7 @@ def judge(
                 well_formed=well_formed[i],
                 failed=i in scores.failures,
             )
-            for i, text in enumerate(some_texts)
+            for i, (text, tokens, truncated) in enumerate(completions[part])
         ]
     return judged
 
@@ -93,9 +93,7 @@ def judge_episodes(
     by_environment = scorer.config.name == ENVIRONMENT
     judged = judge(
         scorer,
-        [episode.answer for episode in episodes],
-        [episode.tokens for episode in episodes],
-        [episode.truncated for episode in episodes],
+        [(episode.answer, episode.tokens, episode.truncated) for episode in episodes],
         prompts,
         {**columns, "episode_reward": [episode.reward for episode in episodes]},
     )
@@ -132,11 +130,9 @@ def evaluate_model(
 
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
     `engine.evaluation.results`, set by set. `on_progress(n)` is called with the number of finished
-    completions of both passes; there are `1 + config.samples` a problem. `max_prompt_length`: see
-    `decode_passes`. Several GPUs of this machine, or `config.parallel`, share the problems. `part`
-    is (which, of how many): consecutive shares of the problems, whose tables, one after the other,
-    are the table of all of them. Raises DataError for a set without rows, ConfigError for a part
-    without problems, and what `decode_passes` raises.
+    completions, `1 + config.samples` a problem. `part` is (which, of how many): consecutive shares
+    of the problems, whose tables together are that of all of them. Raises DataError for a set
+    without rows, ConfigError for a part without problems, and what `decode_passes` raises.
     """
     sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
     if not sets or any(rows.empty for rows in sets.values()):
@@ -150,27 +146,25 @@ def evaluate_model(
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
     longest = max(map(len, prompts))
-    table = Problems(
-        dataset=[name for name, rows in sets.items() for _ in range(len(rows))],
-        index=[position for rows in sets.values() for position in range(len(rows))],
-        data_source=list(frame["data_source"]),
-        level=[
-            str(next((row[k] for k in ("level", "difficulty") if row.get(k) is not None), ""))
-            for row in extra
-        ],
-        prompt=[prompt_text(prompt) for prompt in frame["prompt"]],
-        ground_truth=[str(rule["ground_truth"]) for rule in frame["reward_model"]],
+    levels = [(row.get("level"), row.get("difficulty")) for row in extra]
+    table = pd.DataFrame(
+        {
+            "dataset": [name for name, rows in sets.items() for _ in range(len(rows))],
+            "index": [position for rows in sets.values() for position in range(len(rows))],
+            "data_source": frame["data_source"],
+            "level": [str(next((x for x in pair if x is not None), "")) for pair in levels],
+            "prompt": [prompt_text(prompt) for prompt in frame["prompt"]],
+            "ground_truth": [str(rule["ground_truth"]) for rule in frame["reward_model"]],
+        }
     )
     share = share_of(len(frame), part)
     frame, prompts = frame.iloc[share].reset_index(drop=True), prompts[share]
     questions, scored = scorer_inputs(frame, prompts)
     rows_of_data = {key: values for key, values in scored.items() if key != "messages"}
     rows_of_data["prompt"] = scored["messages"]  # as environments read it
+    n, temperature = config.samples, config.temperature
     sampling = SamplingParams(
-        n=config.samples,
-        max_new_tokens=max_response_length,
-        temperature=config.temperature,
-        seed=seed,
+        n=n, max_new_tokens=max_response_length, temperature=temperature, seed=seed
     )
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
         greedy, sampled = decode_passes(
@@ -185,13 +179,13 @@ def evaluate_model(
             on_progress=on_progress,
         )
         first = judge_answers(scorer, tokenizer, greedy, questions, scored, 1)
-        each = judge_answers(scorer, tokenizer, sampled, questions, scored, config.samples)
-    groups = [each[i : i + config.samples] for i in range(0, len(each), config.samples)]
-    return build_rows(name, table.rows(share), first, groups)
+        each = judge_answers(scorer, tokenizer, sampled, questions, scored, n)
+    groups = [each[i : i + n] for i in range(0, len(each), n)]
+    return build_rows(name, table.iloc[share].reset_index(drop=True), first, groups)
 
 
 def share_of(problems: int, part: tuple[int, int]) -> slice:
-    """Return the consecutive problems of a part, (which, of how many), of near-equal sizes."""
+    """The consecutive problems of a part, (which, of how many), of near-equal sizes."""
     which, parts = part
     if parts > problems:
         raise ConfigError(
@@ -204,7 +198,7 @@ def share_of(problems: int, part: tuple[int, int]) -> slice:
 def scorer_inputs(
     frame: pd.DataFrame, prompt_ids: Sequence[list[int]]
 ) -> tuple[list[str], dict[str, list[object]]]:
-    """Return the texts of RL rows' last messages, and the columns that rewards get, as in RL."""
+    """The texts of RL rows' last messages, and the columns that rewards get, as in RL."""
     table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
     columns = collate_prompts(table, prompt_ids).columns
     scored = {"messages": list(columns["prompt"])}
@@ -226,11 +220,8 @@ def judge_answers(
     episodes = [answer.episode for answer in answers if answer.episode]
     if episodes:
         return judge_episodes(scorer, episodes, prompts, repeated)
-    return judge(
-        scorer,
-        [decode_response(tokenizer, answer.token_ids) for answer in answers],
-        [len(answer.token_ids) for answer in answers],
-        [answer.truncated for answer in answers],
-        prompts,
-        repeated,
-    )
+    completions = [
+        (decode_response(tokenizer, answer.token_ids), len(answer.token_ids), answer.truncated)
+        for answer in answers
+    ]
+    return judge(scorer, completions, prompts, repeated)

@@ -17,22 +17,41 @@ import numpy as np
 import pandas as pd
 from pydantic import TypeAdapter, ValidationError
 
+from engine.data.rows import EPISODE_COLUMNS
 from engine.data.sources import evaluation_files
 from engine.errors import DataError, LineageError
-from engine.evaluation.metrics import (
-    Interval,
-    LengthSummary,
-    length_summary,
-    mean_interval,
-    paired_bootstrap,
-    pass_at_k,
-    rate_interval,
-    wilson_interval,
-)
-from engine.evaluation.results import EPISODE_COLUMNS, check_paired
+from engine.evaluation import metrics
+from engine.evaluation.metrics import Interval, LengthSummary
+from engine.evaluation.results import check_paired
 
-Column = tuple[str, str, Literal["share", "number"]]
-_MEASURED: tuple[Column, ...] = (
+Kind = Literal["share", "number"]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """How the intervals of a comparison are made."""
+
+    k: int  # of pass@k
+    confidence: float  # of every interval, e.g. 0.95
+    bootstrap_samples: int
+    seed: int
+
+    def mean(self, values: np.ndarray) -> Interval:
+        """The mean of `[N]` numbers."""
+        return metrics.mean_interval(values, self.confidence, self.bootstrap_samples, self.seed)
+
+    def rate(self, rates: np.ndarray) -> Interval:
+        """The mean of `[N]` rates, 0 to 1."""
+        return metrics.rate_interval(rates, self.confidence, self.bootstrap_samples, self.seed)
+
+    def gain(self, before: np.ndarray, after: np.ndarray) -> Interval:
+        """The mean of `after − before`, paired."""
+        return metrics.paired_bootstrap(
+            before, after, self.confidence, self.bootstrap_samples, self.seed
+        )
+
+
+_MEASURED: tuple[tuple[str, str, Kind], ...] = (
     ("turns, greedy", "greedy_turns", "number"),
     ("return, greedy", "greedy_return", "number"),
     ("called a tool, greedy", "greedy_called", "share"),
@@ -49,13 +68,13 @@ class EpisodeMeasure:
     """A mean over the episodes of two models, with intervals; its change is paired."""
 
     name: str  # e.g. "turns, greedy"
-    kind: Literal["share", "number"]
+    kind: Kind
     before: Interval
     after: Interval
     change: Interval
 
     def line(self) -> str:
-        """Return e.g. `turns, greedy 6.10 → 4.20 (-1.90 [-2.10, -1.70])`."""
+        """E.g. `turns, greedy 6.10 → 4.20 (-1.90 [-2.10, -1.70])`."""
         before, after = self.before.mean, self.after.mean
         if self.kind == "share":
             return f"{self.name} {before:.1%} → {after:.1%} ({_signed(self.change, 100, 1)})"
@@ -69,7 +88,7 @@ def _signed(change: Interval, scale: float, digits: int) -> str:
 
 
 def compare_episodes(
-    before: pd.DataFrame, after: pd.DataFrame, confidence: float, samples: int, seed: int
+    before: pd.DataFrame, after: pd.DataFrame, statistics: Statistics
 ) -> list[EpisodeMeasure]:
     """Compare two models' rows of the same problems; empty where these are no episodes.
 
@@ -79,16 +98,15 @@ def compare_episodes(
         return []
     tables = [rows.assign(greedy_called=rows["greedy_calls"] > 0) for rows in (before, after)]
     tools = [name for _, name, _ in _MEASURED if "called" in name or "malformed" in name]
-    without = not any(table[tools].to_numpy(float).any() for table in tables)
+    no_tools = not any(table[tools].to_numpy(float).any() for table in tables)
     measures = []
     for label, name, kind in _MEASURED:
-        if without and name in tools:
+        if no_tools and name in tools:
             continue
-        interval = rate_interval if kind == "share" else mean_interval
+        interval = statistics.rate if kind == "share" else statistics.mean
         old, new = (table[name].to_numpy(float) for table in tables)
-        first, second = (interval(values, confidence, samples, seed) for values in (old, new))
-        change = paired_bootstrap(old, new, confidence, samples, seed)
-        measures.append(EpisodeMeasure(label, kind, first, second, change))
+        change = statistics.gain(old, new)
+        measures.append(EpisodeMeasure(label, kind, interval(old), interval(new), change))
     return measures
 
 
@@ -131,13 +149,9 @@ class EvaluationComparison:
     # Turns, returns and calls, where completions are episodes.
     episodes: list[EpisodeMeasure] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, object]:
-        """Return plain dicts, strings and numbers, as `json.dumps` takes them."""
-        return asdict(self)
-
     @staticmethod
     def from_dict(values: Mapping[str, object]) -> EvaluationComparison:
-        """Return the comparison that `to_dict` gave; DataError where something is missing."""
+        """The comparison that `to_json` wrote; DataError where something is missing."""
         try:
             return TypeAdapter(EvaluationComparison).validate_python(values)
         except ValidationError as error:
@@ -148,72 +162,60 @@ class EvaluationComparison:
             ) from None
 
     def to_json(self) -> str:
-        """Return strict JSON (no NaN), the same text for the same comparison."""
-        return json.dumps(self.to_dict(), indent=2, sort_keys=True, allow_nan=False)
+        """Strict JSON (no NaN), the same text for the same comparison."""
+        return json.dumps(asdict(self), indent=2, sort_keys=True, allow_nan=False)
 
 
 def summarise(
-    rows_before: pd.DataFrame,
-    rows_after: pd.DataFrame,
-    k: int,
-    confidence: float,
-    bootstrap_samples: int,
-    seed: int,
+    before: pd.DataFrame, after: pd.DataFrame, statistics: Statistics
 ) -> EvaluationComparison:
-    """Compare two models' rows (see `results.COLUMNS`) problem by problem.
+    """Compare two models' rows (see `EVALUATION_ROWS` in `engine.data.rows`) problem by problem.
 
     Raises DataError when the rows are not of the same problems in the same order, when a problem
     has fewer than k samples, or when there are fewer than 2 problems.
     """
-    digest = check_paired(rows_before, rows_after)
-    if (rows_before["samples"].to_numpy() != rows_after["samples"].to_numpy()).any():
+    digest = check_paired(before, after)
+    if (before["samples"].to_numpy() != after["samples"].to_numpy()).any():
         raise DataError(
             "the models have different numbers of samples a problem, so pass@k and majority "
             "votes can't be compared; evaluate both with the same evaluate.samples"
         )
-
-    def gain(before: np.ndarray, after: np.ndarray) -> Interval:
-        return paired_bootstrap(before, after, confidence, bootstrap_samples, seed)
-
-    greedy_before, greedy_after = (_flags(r, "greedy_correct") for r in (rows_before, rows_after))
+    old, new = _flags(before, "greedy_correct"), _flags(after, "greedy_correct")
+    votes = (_flags(rows, "majority_correct") for rows in (before, after))
+    k = statistics.k
     return EvaluationComparison(
-        before=model_summary(rows_before, k, confidence, bootstrap_samples, seed),
-        after=model_summary(rows_after, k, confidence, bootstrap_samples, seed),
-        gain=gain(greedy_before, greedy_after),
-        mean_at_k_gain=gain(_mean_at_k(rows_before), _mean_at_k(rows_after)),
-        pass_at_k_gain=gain(_pass_at_k(rows_before, k), _pass_at_k(rows_after, k)),
-        majority_gain=gain(
-            _flags(rows_before, "majority_correct"), _flags(rows_after, "majority_correct")
-        ),
-        fixed=int(np.sum(~greedy_before & greedy_after)),
-        broken=int(np.sum(greedy_before & ~greedy_after)),
-        problems=len(rows_before),
+        before=model_summary(before, statistics),
+        after=model_summary(after, statistics),
+        gain=statistics.gain(old, new),
+        mean_at_k_gain=statistics.gain(_mean_at_k(before), _mean_at_k(after)),
+        pass_at_k_gain=statistics.gain(_pass_at_k(before, k), _pass_at_k(after, k)),
+        majority_gain=statistics.gain(*votes),
+        fixed=int(np.sum(~old & new)),
+        broken=int(np.sum(old & ~new)),
+        problems=len(before),
         prompt_digest=digest,
-        k=k,
-        samples=int(rows_before["samples"].min()),
-        confidence=confidence,
-        bootstrap_samples=bootstrap_samples,
-        seed=seed,
-        episodes=compare_episodes(rows_before, rows_after, confidence, bootstrap_samples, seed),
+        samples=int(before["samples"].min()),
+        episodes=compare_episodes(before, after, statistics),
+        **asdict(statistics),
     )
 
 
-def model_summary(
-    rows: pd.DataFrame, k: int, confidence: float, bootstrap_samples: int, seed: int
-) -> ModelSummary:
-    """Return one model's metrics on the problems of `rows`, at least one."""
+def model_summary(rows: pd.DataFrame, statistics: Statistics) -> ModelSummary:
+    """One model's metrics on the problems of `rows`, at least one."""
+
+    def share(column: str) -> Interval:
+        return metrics.wilson_interval(_flags(rows, column), statistics.confidence)
+
     return ModelSummary(
         model=str(rows["model"].iloc[0]),
-        pass_at_1=wilson_interval(_flags(rows, "greedy_correct"), confidence),
-        mean_at_k=rate_interval(_mean_at_k(rows), confidence, bootstrap_samples, seed),
-        pass_at_k=rate_interval(_pass_at_k(rows, k), confidence, bootstrap_samples, seed),
-        majority=wilson_interval(_flags(rows, "majority_correct"), confidence),
-        format_rate=rate_interval(
-            rows["format_rate"].to_numpy(), confidence, bootstrap_samples, seed
-        ),
-        truncated=wilson_interval(_flags(rows, "greedy_truncated"), confidence),
-        response_length=length_summary(rows["response_length"].to_numpy()),
-        greedy_length=length_summary(rows["greedy_length"].to_numpy()),
+        pass_at_1=share("greedy_correct"),
+        mean_at_k=statistics.rate(_mean_at_k(rows)),
+        pass_at_k=statistics.rate(_pass_at_k(rows, statistics.k)),
+        majority=share("majority_correct"),
+        format_rate=statistics.rate(rows["format_rate"].to_numpy()),
+        truncated=share("greedy_truncated"),
+        response_length=metrics.length_summary(rows["response_length"].to_numpy()),
+        greedy_length=metrics.length_summary(rows["greedy_length"].to_numpy()),
         greedy_score=float(rows["greedy_score"].mean()),
         errors=int(rows["errors"].sum()),
     )
@@ -224,11 +226,11 @@ def _mean_at_k(rows: pd.DataFrame) -> np.ndarray:
 
 
 def _pass_at_k(rows: pd.DataFrame, k: int) -> np.ndarray:
-    return pass_at_k(rows["samples"].to_numpy(), rows["samples_correct"].to_numpy(), k)
+    return metrics.pass_at_k(rows["samples"].to_numpy(), rows["samples_correct"].to_numpy(), k)
 
 
 def _flags(rows: pd.DataFrame, column: str) -> np.ndarray:
-    """Return a column of booleans `[N]`; raise DataError for a hole in it."""
+    """A column of booleans `[N]`; DataError for a hole in it."""
     if rows[column].dtype != bool:
         raise DataError(
             f"evaluation column {column!r} must hold booleans, got {rows[column].dtype}; "
@@ -249,28 +251,23 @@ class Part:
     gain: Interval | None  # of greedy pass@1, paired; None for a single problem
 
     def line(self) -> str:
-        """Return one line, e.g. `gsm8k: pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …`."""
+        """E.g. `gsm8k: pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …`."""
         name = f"{self.source}, {self.level}" if self.level else self.source
         return f"{name}: {described(self.before, self.after, self.gain, self.problems)}"
-
-
-_SHOWN = {
-    "pass@1": "pass_at_1",
-    "mean@k": "mean_at_k",
-    "pass@k": "pass_at_k",
-    "maj@k": "majority",
-    "truncated": "truncated",
-}
 
 
 def described(
     before: ModelSummary, after: ModelSummary, gain: Interval | None, problems: int
 ) -> str:
-    """Return both models' rates: `pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …; 60 problems`."""
-    rates = [
-        f"{label} {getattr(before, field).mean:.1%} → {getattr(after, field).mean:.1%}"
-        for label, field in _SHOWN.items()
-    ]
+    """Both models' rates: `pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …; 60 problems`."""
+    shown = {
+        "pass@1": (before.pass_at_1, after.pass_at_1),
+        "mean@k": (before.mean_at_k, after.mean_at_k),
+        "pass@k": (before.pass_at_k, after.pass_at_k),
+        "maj@k": (before.majority, after.majority),
+        "truncated": (before.truncated, after.truncated),
+    }
+    rates = [f"{label} {old.mean:.1%} → {new.mean:.1%}" for label, (old, new) in shown.items()]
     if gain is not None:
         rates[0] += f" ({_signed(gain, 100, 1)})"
     errors = before.errors + after.errors
@@ -278,27 +275,19 @@ def described(
     return f"{', '.join(rates)}; {problems} problems{failed}"
 
 
-def breakdown(
-    before: pd.DataFrame,
-    after: pd.DataFrame,
-    k: int,
-    confidence: float,
-    bootstrap_samples: int,
-    seed: int,
-) -> list[Part]:
-    """Return the parts of two models' rows: each source, then its levels, where it has several.
+def breakdown(before: pd.DataFrame, after: pd.DataFrame, statistics: Statistics) -> list[Part]:
+    """The parts of two models' rows: each source, then its levels, where it has several.
 
     Raises DataError where the rows are not of the same problems.
     """
     check_paired(before, after)
     before, after = before.reset_index(drop=True), after.reset_index(drop=True)
-    settings = (confidence, bootstrap_samples, seed)
 
     def part(source: str, level: str, rows: pd.Series) -> Part:
         tables = (before[rows], after[rows])
         old, new = (table["greedy_correct"].to_numpy(float) for table in tables)
-        gain = paired_bootstrap(old, new, *settings) if len(old) > 1 else None
-        first, second = (model_summary(table, k, *settings) for table in tables)
+        gain = statistics.gain(old, new) if len(old) > 1 else None
+        first, second = (model_summary(table, statistics) for table in tables)
         return Part(source, level, len(old), first, second, gain)
 
     parts = []
@@ -325,7 +314,7 @@ class EvaluatedSet:
     known: int  # problems that are known from training
 
     def lines(self) -> list[str]:
-        """Return a line with the scores and the contamination, then a line a part."""
+        """A line with the scores and the contamination, then a line a part."""
         comparison = self.comparison
         rates = described(comparison.before, comparison.after, comparison.gain, comparison.problems)
         lines = [f"{self.name}: {rates}; {self.contamination}"]
@@ -336,30 +325,23 @@ class EvaluatedSet:
 
     @property
     def proper_parts(self) -> list[Part]:
-        """Return the parts that aren't all of the set."""
         return [part for part in self.parts if part.problems < self.comparison.problems]
 
     @property
     def contamination(self) -> str:
-        """Return e.g. `3 of 512 prompts known from training (0.6%)`."""
+        """E.g. `3 of 512 prompts known from training (0.6%)`."""
         problems = self.comparison.problems
         share = self.known / problems
         return f"{self.known} of {problems} prompts known from training ({share:.1%})"
 
 
 def read_problems(dataset: Path) -> dict[str, pd.DataFrame]:
-    """Return the RL rows of every evaluation set in a dataset's folder, `test` first."""
+    """The RL rows of every evaluation set in a dataset's folder, `test` first."""
     return {name: pd.read_parquet(path) for name, path in evaluation_files(dataset).items()}
 
 
 def compare_sets(
-    before: pd.DataFrame,
-    after: pd.DataFrame,
-    known: Mapping[str, int],
-    k: int,
-    confidence: float,
-    bootstrap_samples: int,
-    seed: int,
+    before: pd.DataFrame, after: pd.DataFrame, known: Mapping[str, int], statistics: Statistics
 ) -> list[EvaluatedSet]:
     """Compare two models' rows set by set, in the order of `known`: problems known from training.
 
@@ -367,28 +349,22 @@ def compare_sets(
     """
     compared = []
     for name, count in known.items():
-        rows_before, rows_after = rows_of_set(before, name), rows_of_set(after, name)
-        settings = (k, confidence, bootstrap_samples, seed)
+        tables = rows_of_set(before, name), rows_of_set(after, name)
         try:
-            comparison = summarise(rows_before, rows_after, *settings)
+            comparison = summarise(*tables, statistics)
         except DataError as error:
             raise DataError(f"evaluation set {name}: {error}") from error
-        parts = breakdown(rows_before, rows_after, *settings)
-        compared.append(EvaluatedSet(name, comparison, parts, count))
+        compared.append(EvaluatedSet(name, comparison, breakdown(*tables, statistics), count))
     return compared
 
 
 def set_names(rows: pd.DataFrame) -> list[str]:
-    """Return the evaluation sets of a table, in its order; DataError if it doesn't name them."""
-    if "dataset" not in rows:
-        raise DataError(
-            "the evaluation was made by code that knew no evaluation sets; evaluate again"
-        )
+    """The evaluation sets of a table, in its order."""
     return [str(name) for name in rows["dataset"].unique()]
 
 
 def rows_of_set(rows: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Return the rows of one evaluation set; DataError where there are none."""
+    """The rows of one evaluation set; DataError where there are none."""
     names = set_names(rows)
     if name not in names:
         raise DataError(

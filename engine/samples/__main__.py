@@ -19,8 +19,24 @@ from engine.storage.filesystem import is_remote, write_atomically
 
 @exit_130_on_ctrl_c
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.samples",
+        description="Show what a run's policy wrote while it was trained: prompts, completions, "
+        "rewards, and what each token contributed. Writes one HTML page that needs no network.",
+        epilog="exit status: 0; 1 without readable samples; 2 wrong usage",
+    )
+    parser.add_argument(
+        "folder", metavar="FOLDER",
+        help="a run's folder, its `rollouts`, or an artifact `rl`; may be s3://…",
+    )  # fmt: skip
+    parser.add_argument(
+        "--html", metavar="FILE", help=f"where to write it (default: {PAGE} beside the samples)"
+    )
+    parser.add_argument(
+        "--serve", metavar="PORT", type=int, nargs="?", const=8266,
+        help="serve it at http://127.0.0.1:PORT/ (8266), made again at each visit",
+    )  # fmt: skip
+    options = parser.parse_args(arguments)
     try:
         folder = find_samples(options.folder)
         if options.serve is not None:
@@ -68,9 +84,8 @@ def make_server(folder: SampleFolder, port: int) -> ThreadingHTTPServer:
             if self.path != "/":
                 self.send_error(404)
                 return
-            status, page = 200, ""
             try:
-                page = page_of(folder)
+                status, page = 200, page_of(folder)
             except EngineError as error:
                 status, page = 503, f"<!doctype html><p>{html.escape(str(error))}</p>"
             content = page.encode()
@@ -85,27 +100,6 @@ def make_server(folder: SampleFolder, port: int) -> ThreadingHTTPServer:
             """Say nothing of visits."""
 
     return ThreadingHTTPServer(("127.0.0.1", port), Handler)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m engine.samples",
-        description="Show what a run's policy wrote while it was trained: prompts, completions, "
-        "rewards, and what each token contributed. Writes one HTML page that needs no network.",
-        epilog="exit status: 0; 1 without readable samples; 2 wrong usage",
-    )
-    parser.add_argument(
-        "folder", metavar="FOLDER",
-        help="a run's folder, its `rollouts`, or an artifact `rl`; may be s3://…",
-    )  # fmt: skip
-    parser.add_argument(
-        "--html", metavar="FILE", help=f"where to write it (default: {PAGE} beside the samples)"
-    )
-    parser.add_argument(
-        "--serve", metavar="PORT", type=int, nargs="?", const=8266,
-        help="serve it at http://127.0.0.1:PORT/ (8266), made again at each visit",
-    )  # fmt: skip
-    return parser
 
 
 if __name__ == "__main__":

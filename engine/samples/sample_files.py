@@ -7,12 +7,12 @@ steps since the file before it, so that the folder alone has the run's curves. L
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,7 @@ class SampleName:
 
     @property
     def file(self) -> str:
-        """Return the file's name, e.g. `train_000010.parquet`."""
+        """The file's name, e.g. `train_000010.parquet`."""
         return f"{self.split}_{self.step:06d}.parquet"
 
 
@@ -110,14 +110,13 @@ class SampleFolder:
         self.uri = self._files.uri
 
     def names(self) -> list[SampleName]:
-        """Return the names of the samples that are there, by step."""
+        """The names of the samples that are there, by step."""
         with _explained("read", self.uri):
             entries = self._files.entries()
         matches = (_NAME.fullmatch(entry["name"].rpartition("/")[2]) for entry in entries)
         return sorted(SampleName(int(match[2]), match[1]) for match in matches if match)
 
     def read_bytes(self, name: str) -> bytes:
-        """Return a file's content."""
         with _explained("read", f"{self.uri}/{name}"):
             return self._files.read(name)
 
@@ -127,7 +126,7 @@ class SampleFolder:
             self._files.write(name, content)
 
     def read(self, name: SampleName) -> tuple[pa.Table, list[dict[str, float]]]:
-        """Return a sample, and the metrics that its file has."""
+        """A sample, and the metrics that its file has."""
         content = self.read_bytes(name.file)
         try:
             table = pq.read_table(io.BytesIO(content))
@@ -143,14 +142,14 @@ class SampleFolder:
         """Delete a sample; one that isn't there is as good."""
         path = self._files.path_of(name.file)
         with (
-            _explained("remove", f"{self.uri}/{name.file}"),
             contextlib.suppress(FileNotFoundError),
+            _explained("remove", f"{self.uri}/{name.file}"),
         ):
             self._files.request(lambda: self._files.fs.rm_file(path))
 
 
 def as_bytes(table: pa.Table, metrics: Sequence[Metrics]) -> bytes:
-    """Return a sample and the metrics of some steps as the content of a Parquet file."""
+    """A sample and the metrics of some steps as the content of a Parquet file."""
     finite = [{k: float(v) for k, v in row.items() if math.isfinite(v)} for row in metrics]
     metadata = {**(table.schema.metadata or {}), _METRICS: json.dumps(finite).encode()}
     buffer = io.BytesIO()
@@ -159,7 +158,7 @@ def as_bytes(table: pa.Table, metrics: Sequence[Metrics]) -> bytes:
 
 
 def find_samples(uri: str | Path) -> SampleFolder:
-    """Return the samples of a folder, or of a run's `rollouts`; DataError without any."""
+    """The samples of a folder, or of a run's `rollouts`; DataError without any."""
     for address in (str(uri), f"{str(uri).rstrip('/')}/{FOLDER}"):
         folder = SampleFolder(address)
         if folder.names():
@@ -182,17 +181,5 @@ def copy_samples(source: str | Path, target: str | Path, up_to: int | None = Non
             copy.write_bytes(PAGE, origin.read_bytes(PAGE))
 
 
-@contextlib.contextmanager
-def _explained(action: str, uri: str) -> Iterator[None]:
-    """Turn what a disk or store raises into a StorageError; FileNotFoundError stays."""
-    try:
-        with translated(uri, StorageError, action, keep=(OSError,)):
-            yield
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            what, way_out = "no space left on the disk", "free some"
-        else:
-            what, way_out = error.strerror or str(error), "check the address"
-        raise StorageError(f"can't {action} {uri}: {what}; {way_out}") from error
+def _explained(action: str, uri: str) -> AbstractContextManager[None]:
+    return translated(uri, StorageError, action, keep=(FileNotFoundError,))

@@ -1,9 +1,8 @@
 """The samples of a run as one HTML page that needs nothing else, for a browser or a Flyte Deck.
 
-The page's data is bounded whatever the run's length: of too many steps every second one is left
-out, of a long completion the end. Completions are hostile text. They are data in the page, not
-markup: its script puts them into text nodes alone, and a content security policy permits this
-script and style and no address at all. Loads no torch.
+The page's data is bounded: of too many steps every second one is left out, of a long completion the
+end. Completions are hostile text: the page's script puts them into text nodes alone, and a content
+security policy permits this script and style and no address at all. Loads no torch.
 """
 
 from __future__ import annotations
@@ -12,9 +11,8 @@ import json
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -33,8 +31,18 @@ MAX_POINTS = 400  # of a curve
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
 
-@dataclass(frozen=True, slots=True)
-class _Shown:
+# Names on the page of a sample's columns, as they are.
+_COLUMNS = {
+    "group": "group", "truth": "ground_truth", "source": "data_source", "correct": "correct",
+    "truncated": "truncated", "error": "reward_error", "version": "policy_version",
+}  # fmt: skip
+_OF_EPISODES = {
+    "firstTurn": "first_turn", "allTurns": "episode_turns", "end": "end",
+    "fault": "episode_error", "info": "episode_info",
+}  # fmt: skip
+
+
+class _Shown(NamedTuple):
     order: int  # among the samples of its split, from 0
     tokens: int
     text: str  # JSON of the sample
@@ -70,11 +78,11 @@ class PageData:
             pass
 
     def __len__(self) -> int:
-        """Return the number of samples that were added."""
+        """The number of samples that were added."""
         return sum(self._count.values())
 
     def as_json(self) -> str:
-        """Return the data as JSON that may stand in a script element of HTML."""
+        """The data as JSON that may stand in a script element of HTML."""
         samples = ",".join(self._shown[name].text for name in sorted(self._shown))
         curves = {name: _points(*self._curves[name]) for name in sorted(self._curves)}
         curves.pop("step", None)
@@ -112,21 +120,14 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
         limit = MAX_TOKENS_AN_EPISODE if row.get("turns") is not None else MAX_TOKENS_A_ROW
         texts = [str(printable(text)) for text in row["tokens"][:limit]]
         tokens += len(texts)
+        parts = {str(printable(c.removeprefix(COMPONENT))): _number(row[c]) for c in components}
         rows.append(
-            {
-                "group": row["group"],
+            {shown: printable(row[column]) for shown, column in _COLUMNS.items()}
+            | {
                 "prompt": prompts.setdefault(str(printable(row["prompt"])), len(prompts)),
-                "truth": printable(row["ground_truth"]),
-                "source": printable(row["data_source"]),
                 "reward": _number(row["reward"]),
                 "shaped": _number(row["shaped_reward"]),
-                "parts": {
-                    str(printable(c.removeprefix(COMPONENT))): _number(row[c]) for c in components
-                },
-                "correct": row["correct"],
-                "truncated": row["truncated"],
-                "error": printable(row["reward_error"]),
-                "version": row["policy_version"],
+                "parts": parts,
                 "length": len(row["tokens"]),
                 "tokens": [vocabulary.setdefault(text, len(vocabulary)) for text in texts],
             }
@@ -134,14 +135,8 @@ def _sample_json(name: SampleName, table: pa.Table) -> tuple[str, int]:
             | _versions(row)
             | _episode(row)
         )
-    sample = {
-        "step": name.step,
-        "split": name.split,
-        "vocabulary": list(vocabulary),
-        "prompts": list(prompts),
-        "rows": rows,
-    }
-    return _json(sample), tokens
+    texts_once = {"vocabulary": list(vocabulary), "prompts": list(prompts)}
+    return _json({"step": name.step, "split": name.split, **texts_once, "rows": rows}), tokens
 
 
 def _versions(row: Mapping[str, Any]) -> dict[str, object]:
@@ -152,7 +147,7 @@ def _versions(row: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _episode(row: Mapping[str, Any]) -> dict[str, object]:
-    """Return what an episode has beside a completion: its turns, and how it went."""
+    """What an episode has beside a completion: its turns, and how it went."""
     if row.get("turns") is None:
         return {}
     turns = [
@@ -168,20 +163,16 @@ def _episode(row: Mapping[str, Any]) -> dict[str, object]:
         }
         for turn in row["turns"]
     ]
-    return {
-        "turns": turns,
-        "firstTurn": row["first_turn"],
-        "allTurns": row["episode_turns"],
-        "given": _number(row["episode_reward"]),
-        "end": row["end"],
-        "fault": printable(row["episode_error"]),
-        "info": printable(row["episode_info"]),
-        "seconds": _number(row["environment_seconds"]),
-    }
+    numbers = {"given": "episode_reward", "seconds": "environment_seconds"}
+    return (
+        {"turns": turns}
+        | {shown: printable(row[column]) for shown, column in _OF_EPISODES.items()}
+        | {shown: _number(row[column]) for shown, column in numbers.items()}
+    )
 
 
 def _values(values: Sequence[float] | None, limit: int) -> float | list[float | None] | None:
-    """Return a value a token, rounded to three digits; one number where all are the same."""
+    """A value a token, rounded to three digits; one number where all are the same."""
     if values is None:
         return None
     shown = np.round(np.asarray(values[:limit], dtype=np.float64), 3)
@@ -189,8 +180,7 @@ def _values(values: Sequence[float] | None, limit: int) -> float | list[float | 
         return [float(v) if math.isfinite(v) else None for v in shown]
     if len(shown) and (shown == shown[0]).all():
         return float(shown[0])
-    numbers: list[float | None] = shown.tolist()
-    return numbers
+    return shown.tolist()
 
 
 def _number(value: float | None) -> float | None:
@@ -205,10 +195,8 @@ def _json(value: object) -> str:
 def render_page(data: PageData, title: str) -> str:
     """Return the page; title: which run it is of."""
     css = html_templates.stylesheet()
-    script = Markup("").join(
-        html_templates.asset(__package__, name)
-        for name in ("curves.js", "episodes.js", "rollouts.js")
-    )
+    files = ("curves.js", "episodes.js", "rollouts.js")
+    script = Markup("").join(html_templates.asset(__package__, name) for name in files)
     return _TEMPLATES.get_template("rollouts.html.j2").render(
         css=css,
         data=Markup(data.as_json()),

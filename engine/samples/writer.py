@@ -26,18 +26,8 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.errors import EngineError
-from engine.samples.sample_files import (
-    COMPONENT,
-    PAGE,
-    SCHEMA,
-    TOKEN_VALUES,
-    TRAIN,
-    Metrics,
-    SampleFolder,
-    SampleName,
-    as_bytes,
-    copy_samples,
-)
+from engine.samples import sample_files
+from engine.samples.sample_files import TOKEN_VALUES, Metrics, SampleFolder, SampleName
 from engine.samples.viewer import PageData, render_page, run_name
 
 if TYPE_CHECKING:
@@ -45,7 +35,6 @@ if TYPE_CHECKING:
 
 
 _BROKEN = "\N{REPLACEMENT CHARACTER}"
-_LONGEST = 4  # bytes of a UTF-8 character, and so at most its tokens
 _WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's mark of a space before a word
 
 
@@ -65,7 +54,8 @@ class TokenTexts:
             texts.append(alone[start])
             if _BROKEN not in alone[start]:
                 continue
-            for end in range(start + 2, min(start + _LONGEST, len(ids)) + 1):
+            # A character of UTF-8 has four bytes at most, and so four tokens.
+            for end in range(start + 2, min(start + 4, len(ids)) + 1):
                 together = self._decode(ids[start:end])
                 if _BROKEN not in together:
                     texts[-1:] = [together, *[""] * (end - start - 1)]
@@ -78,11 +68,8 @@ class TokenTexts:
         return self._known[token]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text = str(
-            self._tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        text = str(self._tokenizer.decode(list(ids), **options))
         # SentencePiece's decoders strip the space of a text's first word.
         spaced = str(self._tokenizer.convert_ids_to_tokens(int(ids[0]))).startswith(_WORD_START)
         return f" {text}" if spaced and not text.startswith(" ") else text
@@ -108,23 +95,21 @@ class Sample:
     """Some rows of the batch of one step."""
 
     step: int
-    split: str  # TRAIN or VALIDATION
+    split: str  # TRAIN or VALIDATION of `sample_files`
     rows: Batch
 
 
 def pick(batch: Batch, step: int, split: str, count: int) -> Sample:
     """Copy at most `count` rows: whole groups, as far as they fit.
 
-    Groups are chosen by a digest of their prompt, so that one which comes again in a later step is
-    likely to be in that sample too, and can be compared.
+    They are chosen by a digest of their prompt: one that comes again is likely to be there, too.
     """
     groups: list[int] = batch["group_ids"].tolist()
     ranks: dict[int, tuple[bytes, int]] = {}  # by group: digest of its prompt, its first row
     for row, group in enumerate(groups):
         if group not in ranks:
             prompt = str(batch.columns["prompt"][row][-1]["content"])[-4096:]
-            digest = hashlib.blake2b(prompt.encode("utf-8", "replace"), digest_size=8).digest()
-            ranks[group] = digest, row
+            ranks[group] = hashlib.blake2b(_text(prompt).encode(), digest_size=8).digest(), row
     order = sorted(range(len(groups)), key=lambda row: (ranks[groups[row]], row))
     names = (*_TENSORS, *_COLUMNS, *(_OF_EPISODES if _SPANS in batch else ()))
     rows = batch.select([name for name in names if name in batch]).rows(order[:count])
@@ -162,32 +147,29 @@ def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
         columns["token_versions"] = [v if len(set(v)) > 1 else None for v in versions]
     if _SPANS in rows:
         columns |= _episode_columns(rows, lengths)
-    table = pa.table({name: columns.get(name, missing) for name in SCHEMA.names}, schema=SCHEMA)
+    table = pa.table(
+        {name: columns.get(name, missing) for name in sample_files.SCHEMA.names},
+        schema=sample_files.SCHEMA,
+    )
     if "reward_components" in rows and count:
         names = rows.columns["reward_component_names"][0]
         for name, values in zip(names, rows["reward_components"].unbind(1), strict=True):
-            column = pa.array(values.tolist(), pa.float32())
-            table = table.append_column(COMPONENT + _text(name), column)
+            values = pa.array(values.tolist(), pa.float32())
+            table = table.append_column(sample_files.COMPONENT + _text(name), values)
     return table
 
 
 def _prompts(rows: Batch, texts: TokenTexts) -> list[str]:
-    """Return the prompts: a row's messages, or the token ids that an episode began with.
-
-    An environment may have written those.
-    """
+    """A row's messages, or the tokens that an episode began with, of its environment maybe."""
     if _SPANS not in rows:
         return [prompt_text(messages) for messages in rows.columns["prompt"]]
     prompts = rows["prompts"]
     present = rows["attention_mask"][:, : prompts.shape[1]].bool()
-    return [
-        _text("".join(texts(ids[mask].tolist())))
-        for ids, mask in zip(prompts, present, strict=True)
-    ]
+    both = zip(prompts, present, strict=True)
+    return [_text("".join(texts(ids[mask].tolist()))) for ids, mask in both]
 
 
 def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, Sequence[object]]:
-    """Return the columns of rows of episodes."""
     rewards, columns = rows["environment_rewards"], rows.columns
     return {
         "trained": _ragged(rows["response_mask"].bool().numpy(), lengths),
@@ -196,27 +178,25 @@ def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, Sequence[
             for row, turns in enumerate(columns[_SPANS])
         ],
         "first_turn": rows["first_turn"].tolist() if "first_turn" in rows else [0] * len(rows),
-        "episode_turns": [int(value) for value in columns["episode_turns"]],
-        "episode_reward": [float(value) for value in columns["episode_reward"]],
+        "episode_turns": list(map(int, columns["episode_turns"])),
+        "episode_reward": list(map(float, columns["episode_reward"])),
         "end": _texts(rows, "episode_end"),
         "episode_error": _texts(rows, "episode_error"),
         "episode_info": _texts(rows, "episode_info"),
-        "environment_seconds": [float(value) for value in columns["environment_seconds"]],
+        "environment_seconds": list(map(float, columns["environment_seconds"])),
     }
 
 
 def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, object]:
-    """Return a `TURN` from an entry of `turn_spans`; `rewards` [R] are the environment's."""
+    """A `TURN` from an entry of `turn_spans`; `rewards` [R] are the environment's."""
     start, stop = turn["start"], turn["stop"]
+    calls = turn["calls"]
     return {
         "start": start,
         "stop": stop,
         "reward": float(rewards[start:stop].sum()),
-        "calls": [
-            {"name": _text(name), "arguments": _text(arguments)}
-            for name, arguments in turn["calls"]
-        ],
-        "malformed": [_text(sentence) for sentence in turn["malformed"]],
+        "calls": [{"name": _text(name), "arguments": _text(values)} for name, values in calls],
+        "malformed": list(map(_text, turn["malformed"])),
     }
 
 
@@ -269,7 +249,10 @@ OnPage = Callable[[str], None]  # the page as HTML
 
 
 class RolloutLog:
-    """Samples every `every` steps, the first and the last one; a context manager."""
+    """Samples every `every` steps, the first and the last one; a context manager.
+
+    A thread of its own writes them: the methods that begin with `_on_thread` run there.
+    """
 
     def __init__(
         self,
@@ -290,29 +273,47 @@ class RolloutLog:
         """
         self.every, self.rows, self.last_step = every, rows, last_step
         self._picked: list[Sample] = []
-        self._worker = _Worker(str(folder), load_tokenizer, previous, on_file, on_page)
+        self._uri, self._previous = str(folder), previous
+        self._load_tokenizer = load_tokenizer
+        self._on_file, self._on_page = on_file, on_page
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
+        self._thread: threading.Thread | None = None
+        # The thread's own.
+        self._fault = ""  # of the job before, without its numbers
+        self._texts: TokenTexts | None = None
+        self._data = PageData()
+        self._metrics_up_to = 0  # step whose metrics are in a file
+        self._page_due = 0.0  # of time.monotonic
 
     def rollouts(self, split: str, step: int, batch: Batch) -> None:
         """Take a sample of a step's batch, if it is due; `step_done` lets it be written."""
         due = step in (1, self.last_step) or (self.every and step % self.every == 0)
-        if self.every and (due or split != TRAIN):
+        if self.every and (due or split != sample_files.TRAIN):
             self._picked.append(pick(batch, step, split, self.rows))
 
     def step_done(self, history: Sequence[Metrics]) -> None:
         """Write the step's samples; `history` are the metrics of all steps so far, a row a step."""
         picked, self._picked = self._picked, []
         if picked:
-            self._worker.put(lambda: self._worker.write(picked, list(history)))
+            self._put(lambda: self._on_thread_write(picked, list(history)))
 
     def resumed(self, step: int) -> None:
         """Drop samples of steps after `step`, from which the run goes on."""
         self._picked.clear()
         if self.every:
-            self._worker.put(lambda: self._worker.resume(step), wait=True)
+            self._put(lambda: self._on_thread_resume(step), timeout=CLOSE_SECONDS)
 
     def close(self) -> None:
         """Write the samples that are left, within `CLOSE_SECONDS`."""
-        self._worker.close()
+        if self._thread is None:
+            return
+        end = time.monotonic() + CLOSE_SECONDS
+        for job in (self._on_thread_finish, None):
+            with contextlib.suppress(queue.Full):
+                self._jobs.put(job, timeout=max(0.0, end - time.monotonic()))
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            log.warning("the last samples of rollouts may be missing: %s is too slow", self._uri)
 
     def __enter__(self) -> RolloutLog:
         return self
@@ -320,108 +321,18 @@ class RolloutLog:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-
-class _Worker:
-    """The thread, and what it alone touches."""
-
-    def __init__(
-        self,
-        uri: str,
-        load_tokenizer: Callable[[], PreTrainedTokenizerBase],
-        previous: str | Path | None,
-        on_file: OnFile | None,
-        on_page: OnPage | None,
-    ) -> None:
-        self._uri, self._previous = uri, previous
-        self._load_tokenizer = load_tokenizer
-        self._on_file, self._on_page = on_file, on_page
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
-        self._thread: threading.Thread | None = None
-        self._fault = ""  # of the job before, without its numbers
-        self._texts: TokenTexts | None = None
-        self._data = PageData()
-        self._metrics_up_to = 0  # step whose metrics are in a file
-        self._page_due = 0.0  # of time.monotonic
-
-    def put(self, job: Callable[[], None], wait: bool = False) -> None:
-        """Let the thread do a job; without `wait`, leave it out where too many do wait."""
+    def _put(self, job: Callable[[], None], timeout: float = 0.0) -> None:
+        """Let the thread do a job; leave it out where too many do wait."""
         if self._thread is None:
             # A daemon: a run that is killed doesn't wait for a store that gives no answer.
-            self._thread = threading.Thread(target=self._work, name="rollouts", daemon=True)
+            self._thread = threading.Thread(target=self._on_thread, name="rollouts", daemon=True)
             self._thread.start()
         try:
-            self._jobs.put(job, timeout=CLOSE_SECONDS if wait else 0.0)
+            self._jobs.put(job, timeout=timeout)
         except queue.Full:
             log.warning("a sample of rollouts is left out: %s is too slow", self._uri)
 
-    def close(self) -> None:
-        """Finish what waits, within `CLOSE_SECONDS`, and end."""
-        if self._thread is None:
-            return
-        end = time.monotonic() + CLOSE_SECONDS
-        for job in (self.write_last_page, None):
-            with contextlib.suppress(queue.Full):
-                self._jobs.put(job, timeout=max(0.0, end - time.monotonic()))
-        self._thread.join(max(0.0, end - time.monotonic()))
-        if self._thread.is_alive():
-            log.warning("the last samples of rollouts may be missing: %s is too slow", self._uri)
-
-    def write(self, samples: Sequence[Sample], history: Sequence[Metrics]) -> None:
-        """Write the samples of a step, with the metrics since the last ones, and the page."""
-        folder, written = SampleFolder(self._uri), dict[str, bytes]()
-        if self._texts is None:
-            self._texts = TokenTexts(self._load_tokenizer())
-        for sample in samples:
-            name, table = SampleName(sample.step, sample.split), as_table(sample, self._texts)
-            metrics = [row for row in history if row["step"] > self._metrics_up_to]
-            content = written[name.file] = as_bytes(table, metrics)
-            folder.write_bytes(name.file, content)
-            self._add(name, table, metrics)
-        if time.monotonic() >= self._page_due:
-            self._write_page(folder)
-            self._page_due = time.monotonic() + PAGE_SECONDS
-        self._hand_over(written)
-
-    def resume(self, step: int) -> None:
-        """Remove samples of later steps; read those that stay."""
-        folder = SampleFolder(self._uri)
-        for name in folder.names():
-            if name.step > step:
-                folder.remove(name)
-        if self._previous is not None and step > 0 and not folder.names():
-            copy_samples(self._previous, folder.uri, up_to=step)
-        self._data, self._metrics_up_to = PageData(), 0
-        for name in folder.names():
-            self._add(name, *folder.read(name))
-            self._hand_over({name.file: folder.read_bytes(name.file)})
-
-    def write_last_page(self) -> None:
-        """Write the page of all samples."""
-        if len(self._data):
-            page = self._write_page(SampleFolder(self._uri))
-            self._hand_over({PAGE: page.encode()})
-
-    def _add(self, name: SampleName, table: pa.Table, metrics: Sequence[Metrics]) -> None:
-        self._data.add(name, table, metrics)
-        self._metrics_up_to = max([self._metrics_up_to, *(int(row["step"]) for row in metrics)])
-
-    def _write_page(self, folder: SampleFolder) -> str:
-        page = render_page(self._data, run_name(folder.uri))
-        folder.write_bytes(PAGE, page.encode())
-        if self._on_page is not None:
-            self._on_page(page)
-        return page
-
-    def _hand_over(self, files: Mapping[str, bytes]) -> None:
-        if self._on_file is None:
-            return
-        with tempfile.TemporaryDirectory(prefix="rollouts-") as folder:
-            for name, content in files.items():
-                path = Path(folder, name)
-                path.write_bytes(content)
-                self._on_file(path)
-
-    def _work(self) -> None:
+    def _on_thread(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
@@ -434,3 +345,57 @@ class _Worker:
                 self._fault = kind
             else:
                 self._fault = ""
+
+    def _on_thread_write(self, samples: Sequence[Sample], history: Sequence[Metrics]) -> None:
+        """Write the samples of a step, with the metrics since the last ones, and the page."""
+        folder, written = SampleFolder(self._uri), dict[str, bytes]()
+        if self._texts is None:
+            self._texts = TokenTexts(self._load_tokenizer())
+        for sample in samples:
+            name, table = SampleName(sample.step, sample.split), as_table(sample, self._texts)
+            metrics = [row for row in history if row["step"] > self._metrics_up_to]
+            content = written[name.file] = sample_files.as_bytes(table, metrics)
+            folder.write_bytes(name.file, content)
+            self._add(name, table, metrics)
+        if time.monotonic() >= self._page_due:
+            self._write_page(folder)
+            self._page_due = time.monotonic() + PAGE_SECONDS
+        self._hand_over(written)
+
+    def _on_thread_resume(self, step: int) -> None:
+        """Remove samples of later steps; read those that stay."""
+        folder = SampleFolder(self._uri)
+        for name in folder.names():
+            if name.step > step:
+                folder.remove(name)
+        if self._previous is not None and step > 0 and not folder.names():
+            sample_files.copy_samples(self._previous, folder.uri, up_to=step)
+        self._data, self._metrics_up_to = PageData(), 0
+        for name in folder.names():
+            self._add(name, *folder.read(name))
+            self._hand_over({name.file: folder.read_bytes(name.file)})
+
+    def _on_thread_finish(self) -> None:
+        if len(self._data):
+            page = self._write_page(SampleFolder(self._uri))
+            self._hand_over({sample_files.PAGE: page.encode()})
+
+    def _add(self, name: SampleName, table: pa.Table, metrics: Sequence[Metrics]) -> None:
+        self._data.add(name, table, metrics)
+        self._metrics_up_to = max([self._metrics_up_to, *(int(row["step"]) for row in metrics)])
+
+    def _write_page(self, folder: SampleFolder) -> str:
+        page = render_page(self._data, run_name(folder.uri))
+        folder.write_bytes(sample_files.PAGE, page.encode())
+        if self._on_page is not None:
+            self._on_page(page)
+        return page
+
+    def _hand_over(self, files: Mapping[str, bytes]) -> None:
+        if self._on_file is None:
+            return
+        with tempfile.TemporaryDirectory(prefix="rollouts-") as folder:
+            for name, content in files.items():
+                path = Path(folder, name)
+                path.write_bytes(content)
+                self._on_file(path)

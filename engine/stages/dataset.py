@@ -23,8 +23,15 @@ from transformers import PreTrainedTokenizerBase
 from engine.config import DataConfig, PipelineConfig, RetrainConfig, digest
 from engine.console import say
 from engine.data import contract, sources, templates
-from engine.data.decontamination import NewRows, find_new_rows, sample_replay, without_held_out
-from engine.data.incremental_data import DataFile, NewFiles, find_new_files
+from engine.data.decontamination import without_held_out
+from engine.data.incremental_data import (
+    DataFile,
+    NewFiles,
+    NewRows,
+    find_new_files,
+    find_new_rows,
+    sample_replay,
+)
 from engine.data.prepare import CARD, SplitCard, card_html, card_markdown
 from engine.data.rows import row_numbers
 from engine.data.sources import Splits

@@ -18,7 +18,7 @@ from engine.data.sources import load_splits
 from engine.data.tokenizer import train_tokenizer
 from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.scoring import evaluate_model
-from engine.evaluation.summary import compare_sets, write_sets
+from engine.evaluation.summary import Statistics, compare_sets, write_sets
 from engine.models import build_model, save_model
 from engine.stages.dataset import SPLITS
 from engine.stages.settings import PromotionSettings, RunContext
@@ -110,7 +110,7 @@ class Bench:
             response_length=length,
         )
         known = dict.fromkeys(names, 0)
-        sets = compare_sets(before, after, known, 1, 0.95, 200, 0)
+        sets = compare_sets(before, after, known, Statistics(1, 0.95, 200, 0))
         with staging("evaluation") as folder:
             before.to_parquet(folder / "rows_warm_start.parquet", index=False)
             after.to_parquet(folder / "rows_rl.parquet", index=False)

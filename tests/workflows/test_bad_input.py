@@ -114,7 +114,7 @@ def gsm8k(folder: Path, train: str, test: str = ROW) -> Path:
     ("train", "words"),
     [
         (f'{ROW}\n{ROW}\n{{"question": \n{ROW}\n', ["train.jsonl, line 3", "not valid JSON"]),
-        (f'{ROW}\n{{"question": "Why?"}}\n', ["train.jsonl, row 2: column 'answer' must be text"]),
+        (f'{ROW}\n{{"question": "Why?"}}\n', ["train.jsonl, row 2", "'answer' is undefined"]),
         ("", ["train.jsonl has no rows", "at least one"]),
     ],
 )

@@ -17,7 +17,7 @@ from engine.data.contract import (
 )
 from engine.data.rows import rl_row, sft_row, user_message
 from engine.errors import DataError
-from engine.evaluation.results import COLUMNS, EPISODE_COLUMNS, Judged, Problems, build_rows
+from engine.evaluation.results import Judged, build_rows
 
 SIZE = 12
 
@@ -42,9 +42,15 @@ def kto() -> pd.DataFrame:
 
 
 def evaluation() -> pd.DataFrame:
-    sources, empty = ["sums"] * SIZE, [""] * SIZE
-    problems = Problems(
-        ["test"] * SIZE, list(range(SIZE)), sources, empty, ["2+3?"] * SIZE, ["5"] * SIZE
+    problems = pd.DataFrame(
+        {
+            "dataset": "test",
+            "index": range(SIZE),
+            "data_source": "sums",
+            "level": "",
+            "prompt": "2+3?",
+            "ground_truth": "5",
+        }
     )
 
     def judged(answer: str | None) -> Judged:
@@ -92,12 +98,6 @@ def test_every_required_column_is_required(make: Any, schema: pa.DataFrameSchema
             continue
         with pytest.raises(DataError, match=f"^train has no column '{column}'; its columns must"):
             check(frame.drop(columns=column), schema, "train")
-
-
-def test_evaluation_contract_has_the_columns_of_the_evaluation() -> None:
-    assert list(EVALUATION_ROWS.columns) == [*COLUMNS, *EPISODE_COLUMNS]
-    needed = [name for name, column in EVALUATION_ROWS.columns.items() if column.required]
-    assert needed == list(COLUMNS)
 
 
 def test_a_misspelt_column_is_named_on_both_sides() -> None:

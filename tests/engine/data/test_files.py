@@ -142,7 +142,7 @@ def test_bad_rows_are_refused_or_left_out_by_number(bad: Path) -> None:
         read_file_rows(str(bad), DataConfig(source="files"))
     found = read_file_rows(str(bad), DataConfig(source="files", bad_rows="drop"))
     assert found.numbers == [1, 5]
-    assert found.bad.sentence().startswith(f"{bad}: 6 of 8 rows are bad and left out (rows 2, 4, ")
+    assert found.notes[0].startswith(f"{bad}: 6 of 8 rows are bad and left out (rows 2, 4, ")
 
 
 def test_a_ground_truth_is_needed_for_the_pipeline(bad: Path, tmp_path: Path) -> None:

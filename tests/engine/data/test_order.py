@@ -17,7 +17,14 @@ from pydantic import ValidationError
 from engine.batch import Batch
 from engine.config import SamplingConfig
 from engine.data.loader import PromptLoader
-from engine.data.order import EpochOrder, PassRates, WeightedOrder, difficulty_of, observed_rates
+from engine.data.order import (
+    EpochOrder,
+    Order,
+    PassRates,
+    difficulty_of,
+    make_order,
+    observed_rates,
+)
 from engine.errors import ConfigError, DataError
 
 SOURCES = ["a"] * 30 + ["b"] * 10
@@ -34,8 +41,13 @@ def frame() -> pd.DataFrame:
     )
 
 
+def weighted(weights: dict[str, float], seed: int = 0) -> Order:
+    rows = [{"data_source": name} for name in SOURCES]
+    return make_order(rows, seed, True, SamplingConfig(weights=weights), 1)
+
+
 def test_sources_come_by_weight_and_each_row_once_an_epoch_of_its_source() -> None:
-    order = WeightedOrder(SOURCES, {"a": 1.0, "b": 3.0}, seed=0)
+    order = weighted({"a": 1.0, "b": 3.0})
     rows = [order.next() for _ in range(4000)]
     shares = Counter(SOURCES[row] for row in rows)
     assert 2900 < shares["b"] < 3100
@@ -44,9 +56,8 @@ def test_sources_come_by_weight_and_each_row_once_an_epoch_of_its_source() -> No
         for start in range(0, len(own) - size + 1, size):
             assert len(set(own[start : start + size])) == size
     assert order.epoch == shares["a"] // 30
-    assert rows != [
-        WeightedOrder(SOURCES, {"a": 1.0, "b": 3.0}, seed=1).next() for _ in range(4000)
-    ]
+    other = weighted({"a": 1.0, "b": 3.0}, seed=1)
+    assert rows != [other.next() for _ in range(4000)]
 
 
 @pytest.mark.parametrize("weights", [{}, {"a": 1.0, "b": 9.0}])
@@ -106,11 +117,11 @@ def test_a_state_of_another_mix_is_refused() -> None:
 
 def test_wrong_weights_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"one of \['a', 'b'\]: 'b' is in one only"):
-        WeightedOrder(SOURCES, {"a": 1.0}, 0)
+        weighted({"a": 1.0})
     with pytest.raises(ConfigError, match="'c' is in one only"):
-        WeightedOrder(SOURCES, {"a": 1.0, "b": 1.0, "c": 1.0}, 0)
+        weighted({"a": 1.0, "b": 1.0, "c": 1.0})
     with pytest.raises(ConfigError, match="weights must be above 0"):
-        WeightedOrder(SOURCES, {"a": 1.0, "b": 0.0}, 0)
+        weighted({"a": 1.0, "b": 0.0})
 
 
 def test_the_first_epoch_is_as_drawn_from_the_seed() -> None:

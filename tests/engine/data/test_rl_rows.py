@@ -11,14 +11,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from engine.config import RowsConfig
 from engine.data.collate import collate_prompts
-from engine.data.row_files import read_rl_rows
+from engine.data.row_files import read_file_rows
 from engine.data.rows import canonical_rows, has_words, is_messages
 from engine.errors import DataError
 from engine.rewards.calls import RewardRows
 from engine.storage.readers import parse_rows
 
 Row = dict[str, Any]
+
+
+def read_rl_rows(path: Path) -> list[Row]:
+    return read_file_rows(str(path), RowsConfig()).rows
 
 
 def truths(rows: list[Row]) -> list[Any]:

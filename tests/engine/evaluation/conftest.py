@@ -1,22 +1,25 @@
 """Two small models' completions to six problems, judged by the GSM8K mark."""
 
+import pandas as pd
 import pytest
 from judged_completions import judged
 
-from engine.evaluation.results import Problems, build_rows
+from engine.evaluation.results import build_rows
 
 TRUTHS = ["3", "14", "15", "92", "65", "35"]
 
 
 @pytest.fixture
 def problems():
-    return Problems(
-        dataset=["test"] * 6,
-        index=list(range(6)),
-        data_source=["arithmetic"] * 6,
-        level=["easy", "easy", "easy", "hard", "hard", "hard"],
-        prompt=[f"Question {i}: what is {truth} + 0?" for i, truth in enumerate(TRUTHS)],
-        ground_truth=TRUTHS,
+    return pd.DataFrame(
+        {
+            "dataset": ["test"] * 6,
+            "index": list(range(6)),
+            "data_source": ["arithmetic"] * 6,
+            "level": ["easy", "easy", "easy", "hard", "hard", "hard"],
+            "prompt": [f"Question {i}: what is {truth} + 0?" for i, truth in enumerate(TRUTHS)],
+            "ground_truth": TRUTHS,
+        }
     )
 
 

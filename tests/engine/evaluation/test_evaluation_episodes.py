@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from engine.controller.local_groups import LocalGroup, LocalHost, close_hosts
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.data.collate import collate_prompts
 from engine.data.contract import EVALUATION_ROWS, check
+from engine.data.rows import EPISODE_COLUMNS
 from engine.errors import ConfigError
 from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.decode import check_evaluation_layout
-from engine.evaluation.results import EPISODE_COLUMNS
 from engine.evaluation.scoring import evaluate_model, judge_episodes
-from engine.evaluation.summary import EvaluationComparison, compare_episodes, summarise
+from engine.evaluation.summary import EvaluationComparison, Statistics, compare_episodes, summarise
 from engine.rewards import Scorer
 from engine.rollout.protocol import SamplingParams
 from engine.workers.evaluator import EpisodeEvaluationWorker
@@ -32,6 +33,7 @@ from engine.workers.role import WorkerContext
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ENVIRONMENT = RewardConfig.model_validate("environment")
+STATISTICS = Statistics(2, 0.95, 200, 0)
 
 
 def settings(environment: str = "digit_games:DigitGame", **changes: Any) -> EvaluateConfig:
@@ -161,20 +163,20 @@ def test_what_is_compared(tiny_folder: Path) -> None:
     after = before.assign(
         model="rl", greedy_turns=2, greedy_calls=[1, 1, 1, 1, 0], greedy_malformed=0
     )
-    found = {one.name: one for one in compare_episodes(before, after, 0.95, 200, 0)}
+    found = {one.name: one for one in compare_episodes(before, after, STATISTICS)}
     assert found["turns, greedy"].before.mean == 3
     assert (found["turns, greedy"].change.mean, found["turns, greedy"].change.high) == (-1, -1)
     assert found["called a tool, greedy"].after.mean == 0.8
     assert "+80.0" in found["called a tool, greedy"].line()
     assert "3.00 → 2.00 (-1.00 [-1.00, -1.00])" in found["turns, greedy"].line()
-    without = compare_episodes(before, before.assign(model="rl"), 0.95, 200, 0)
+    without = compare_episodes(before, before.assign(model="rl"), STATISTICS)
     assert [one.name for one in without] == [
         f"{what}, {how}" for how in ("greedy", "sampled") for what in ("turns", "return")
     ]
-    comparison = summarise(before, after, 2, 0.95, 200, 0)
-    assert EvaluationComparison.from_dict(comparison.to_dict()) == comparison
+    comparison = summarise(before, after, STATISTICS)
+    assert EvaluationComparison.from_dict(json.loads(comparison.to_json())) == comparison
     plain = before.drop(columns=list(EPISODE_COLUMNS))
-    assert compare_episodes(plain, plain, 0.95, 200, 0) == []
+    assert compare_episodes(plain, plain, STATISTICS) == []
 
 
 def test_calls_are_counted_and_the_prompt_is_left_out() -> None:

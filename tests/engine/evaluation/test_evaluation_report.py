@@ -11,9 +11,11 @@ from browser import browser, find_chromium
 
 from engine.errors import DataError
 from engine.evaluation.report_page import Link, Verdict, render_report
-from engine.evaluation.summary import compare_sets, summarise
+from engine.evaluation.summary import Statistics, compare_sets, summarise
 
 VOID = {"meta", "col"}
+
+STATISTICS = Statistics(2, 0.95, 300, 0)
 
 
 class Page(HTMLParser):
@@ -49,7 +51,7 @@ class Page(HTMLParser):
 @pytest.fixture
 def render(before, after):
     def call(first=before, second=after, **options):
-        comparison = summarise(first, second, 2, 0.95, 300, 0)
+        comparison = summarise(first, second, STATISTICS)
         return render_report(comparison, first, second, **options)
 
     return call
@@ -90,7 +92,7 @@ def test_verdict_and_links_are_named(render, plain):
 @pytest.mark.slow
 @pytest.mark.skipif(find_chromium() is None, reason="no browser: `apt-get install chromium`")
 def test_a_phone_shows_the_page_without_scrolling_it_sideways(render, before, after, tmp_path):
-    sets = compare_sets(before, after, {"test": 0}, 2, 0.95, 300, 0)
+    sets = compare_sets(before, after, {"test": 0}, STATISTICS)
     curves = {"reward": [0.1, 0.4], "KL": [0.1, 0.2]}
     (tmp_path / "page.html").write_text(render(curves=curves, sets=sets))
     with browser(find_chromium()) as page:
@@ -212,7 +214,7 @@ def test_curves_are_drawn_with_gaps_and_left_out_when_empty(render):
 
 
 def test_other_problems_are_refused(before, after):
-    comparison = summarise(before, after, 2, 0.95, 300, 0)
+    comparison = summarise(before, after, STATISTICS)
     after.loc[0, "prompt"] = "other"
     with pytest.raises(DataError, match="differ in 'prompt'"):
         render_report(comparison, before, after)
@@ -240,7 +242,7 @@ def test_sets_sources_and_levels_have_a_table(before, after):
     names = ["test"] * 6 + ["aime"] * 6
     tables = [pd.concat([rows, rows], ignore_index=True) for rows in (before, after)]
     sets = compare_sets(
-        *(table.assign(dataset=names) for table in tables), {"test": 1, "aime": 0}, 2, 0.95, 300, 0
+        *(table.assign(dataset=names) for table in tables), {"test": 1, "aime": 0}, STATISTICS
     )
     page = render_report(sets[0].comparison, before, after, sets=sets)
     text = Page(page).text
@@ -253,7 +255,7 @@ def test_sets_sources_and_levels_have_a_table(before, after):
     for label in ("mean@4", "pass@2", "maj@4", "format", "truncated", "tokens", "gain, points"):
         assert label in text
     (one,) = compare_sets(
-        *(rows.assign(level="") for rows in (before, after)), {"test": 0}, 2, 0.95, 300, 0
+        *(rows.assign(level="") for rows in (before, after)), {"test": 0}, STATISTICS
     )
     page = render_report(one.comparison, before, after, sets=[one])
     assert "source and level" not in page, "the table would say what Metrics says"

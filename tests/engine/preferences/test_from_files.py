@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.config import DataConfig, PairsConfig
 from engine.errors import DataError
-from engine.preferences import read_preference_tables
+from engine.evaluation.results import Judged
+from engine.preferences import is_usable, read_preference_tables
 
 
 def write(path: Path, prompts: int) -> str:
@@ -50,3 +53,14 @@ def test_nothing_left_to_learn_from(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", 3)
     with pytest.raises(DataError, match=r"leaves no row to learn from: 6 rows, 0 of them"):
         read_preference_tables(config(path, 6), DataConfig(), "pairs", [], seed=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"failed": True}, {"truncated": True}, {"score": float("nan")}]
+    + [{"text": text} for text in (" ", "a\0", "\ud83d")],
+)
+def test_failed_cut_and_empty_completions_are_left_out(change: dict[str, Any]) -> None:
+    good = Judged("5", 2, False, True, 1.0, "5", "5", True, False)
+    assert is_usable(good)
+    assert not is_usable(replace(good, **change))

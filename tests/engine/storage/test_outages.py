@@ -40,9 +40,9 @@ def server() -> Iterator[Faults]:
         store = Files(ROOT).fs
         row = json.dumps(rl_row("sums", "What is 1 plus 1?", "2", {})) + "\n"
         store.pipe_file(f"{ROOT}/arrivals/2099-12-31/a.jsonl", row.encode())
-        rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(8)]
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        for split in ("train", "test"):
+        for split, ones in (("train", range(8)), ("test", range(8, 16))):
+            rows = [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in ones]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
             store.pipe_file(f"{ROOT}/gsm8k/{split}.jsonl", text.encode())
         checkpoints = CheckpointStore(f"{ROOT}/checkpoints")
         draft = checkpoints.begin(5)
