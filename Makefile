@@ -37,7 +37,7 @@ rlhf-pretrained: pretrained  ## improve that model by RL alone on word problems,
 test: env  ## check style, then types beside the test suite
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy >$(VENV)/mypy.log 2>&1 & types=$$!; \
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -o faulthandler_timeout=700; tests=$$?; \
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -o faulthandler_timeout=700; tests=$$?; \
 	wait $$types || { cat $(VENV)/mypy.log; tests=1; }; exit $$tests
 
 test-slow: env  ## run the tests that take minutes, and each property on many examples

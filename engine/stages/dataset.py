@@ -18,6 +18,7 @@ from typing import Any
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from engine.config import DataConfig, PipelineConfig, RetrainConfig, digest
@@ -128,9 +129,15 @@ def write_card(
 
 
 def write_split(frame: pd.DataFrame, path: Path) -> None:
-    """Write a split as Parquet; DataError where a column is not of one type in all rows."""
+    """Write a split as Parquet; DataError where a column is not of one type in all rows.
+
+    A split that was read from such a file gives the same bytes again, whatever pandas' dtypes are.
+    """
     try:
-        frame.to_parquet(path, index=False)
+        table = pa.Table.from_pandas(frame, preserve_index=False).replace_schema_metadata(None)
+        text = {pa.large_string(): pa.string()}
+        fields = [field.with_type(text.get(field.type, field.type)) for field in table.schema]
+        pq.write_table(table.cast(pa.schema(fields)), path)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         words = str(error).splitlines()[0]
         raise DataError(

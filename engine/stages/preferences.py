@@ -39,8 +39,11 @@ from engine.stages.stage import Artifact, Stage, stage
 from engine.stages.training import SCRATCH, train_on_rows, weights_recorded
 from engine.storage.artifacts import Parent, read_manifest
 from engine.trainers.offline import OfflineTrainer, is_on_ray
-from engine.trainers.preference_learning import PreferenceTrainer
-from engine.trainers.reward_training import LikelihoodRewardTrainer, RewardModelTrainer
+from engine.trainers.preference_learning import (
+    LikelihoodRewardTrainer,
+    PreferenceTrainer,
+    RewardModelTrainer,
+)
 from engine.workers.supervised import uses_reference
 
 SPLITS = ("train", "validation")

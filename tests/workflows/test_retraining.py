@@ -151,7 +151,7 @@ def trained(
 ) -> tuple[Place, Path]:
     """A place where the main job has made a model that says 3 where it should say 7."""
     place, source = new_place(), tmp_path_factory.mktemp("source")
-    for name, count, wanted in (("train", 400, "33733"), ("test", 32, "7")):
+    for name, count, wanted in (("train", 400, "37373"), ("test", 32, "7")):
         rows = [
             {"question": f"What is {name} {n} plus 7?", "answer": f"#### {wanted[n % len(wanted)]}"}
             for n in range(count)
@@ -160,7 +160,7 @@ def trained(
         (source / f"{name}.jsonl").write_text(text)
     change = {
         "data": {"max_response_length": 8},
-        "sft": {"max_steps": 60},
+        "sft": {"max_steps": 120},
         "rl": {"trainer": {"total_training_steps": 1}},
     }
     command = ("--source", "gsm8k", "--path", str(source), "--config", settings(change))

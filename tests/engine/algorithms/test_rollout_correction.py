@@ -210,4 +210,5 @@ def test_wrong_shapes_are_refused() -> None:
 def test_one_threshold_serves_all_criteria() -> None:
     first, second = parse_criteria("token_k1, seq_max_k3", "2")
     assert (first.low, first.high) == (pytest.approx(-math.log(2)), pytest.approx(math.log(2)))
-    assert (second.name, second.low, second.high) == ("seq_max_k3", -math.inf, 2.0)
+    assert (second.level, second.kind) == ("seq_max", "k3")
+    assert (second.low, second.high) == (-math.inf, 2.0)
