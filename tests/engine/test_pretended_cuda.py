@@ -23,7 +23,7 @@ TESTS = [
     "tests/engine/rollout/test_vllm_options_gpu.py",
     "tests/engine/models/test_packing.py",
     "tests/engine/planner/test_memory_gpu.py",
-    "tests/engine/weight_transfer/test_delta.py",
+    "tests/engine/test_weight_transfer.py",
     "tests/engine/evaluation/test_evaluate_gpu.py",
     "tests/engine/rewards/test_reward_model_gpu.py",
     "tests/engine/serve/test_native_server_gpu.py",
@@ -109,8 +109,8 @@ def test_trainers_and_checkpoints_work_on_it(library: Path) -> None:
         library,
         "tests/engine/trainers/test_every_algorithm.py",
         "tests/engine/workers/test_worker_state.py",
-        "tests/engine/runtime/test_generate.py",
-        "tests/engine/runtime/test_one_storage.py",
+        "tests/engine/runtime/test_hybrid_actor.py",
+        "tests/engine/runtime/test_hybrid_actor.py",
     )
 
 

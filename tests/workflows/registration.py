@@ -15,7 +15,7 @@ from flyteidl.admin.launch_plan_pb2 import LaunchPlan
 from flyteidl.admin.task_pb2 import TaskSpec
 from flyteidl.admin.workflow_pb2 import WorkflowSpec
 from protobufs import IMAGE, Registered
-from test_rlhf_caching import tracked_files
+from test_rlhf import tracked_files
 
 CUDA = f"ghcr.io/x/y-cuda@sha256:{'b' * 64}"
 SECRETS = (

@@ -1,26 +1,34 @@
-"""Reinforcement learning on episodes, through the real trainer on a tiny model."""
+"""RL over episodes, in every mode and after kills."""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import math
+import os
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import guessing
 import pandas as pd
 import pytest
 import torch
-from tiny_engine import arithmetic_rows
+from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 from transformers import AutoModelForCausalLM
 
 from engine.algorithms.correction import GAP_PREFIXES
 from engine.batch import Batch
+from engine.checkpoint.store import find_latest
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError, EpisodeError
+from engine.rollout.stream import take_partial_groups
 from engine.trainers.rl import RLTrainer
 from engine.trainers.run_plan import check_config
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def settings(placement: str = "local", **changes: Any) -> RLConfig:
@@ -74,6 +82,7 @@ def run(
     return [{k: v for k, v in m.items() if not k.endswith("_s")} for m in history], batches
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_step_learns_from_what_was_sampled_alone(tiny_folder: Path) -> None:
     history, batches = run(tiny_folder, settings(algorithm={"adv_estimator": "grpo_turn"}))
     for metrics in history[:2]:
@@ -95,6 +104,7 @@ def test_a_step_learns_from_what_was_sampled_alone(tiny_folder: Path) -> None:
     assert len(batch) == 16
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_trainer_gives_sampled_tokens_the_log_probs_that_rollout_did(
     tiny_folder: Path,
 ) -> None:
@@ -107,6 +117,7 @@ def test_the_trainer_gives_sampled_tokens_the_log_probs_that_rollout_did(
         )
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_an_outcome_and_the_environments_rewards_are_both_learned_from(tiny_folder: Path) -> None:
     reward = {"name": "tiny_engine:digit_share", "isolation": "none"}
     _, batches = run(tiny_folder, settings(reward=reward))
@@ -120,6 +131,7 @@ def test_an_outcome_and_the_environments_rewards_are_both_learned_from(tiny_fold
     assert bool((elsewhere == 0).all())
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.slow
 def test_parts_that_are_over_are_scored_while_others_play(tiny_folder: Path) -> None:
     rows: list[list[Any]] = []
@@ -134,6 +146,7 @@ def test_parts_that_are_over_are_scored_while_others_play(tiny_folder: Path) -> 
     assert rows[0] == rows[1]
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_failed_episodes_are_not_learned_from(tiny_folder: Path) -> None:
     spec = {"name": "digit_games:SometimesFaulty"}
     history, batches = run(tiny_folder, settings(rollout={"agent": {"environment": spec}}))
@@ -143,6 +156,7 @@ def test_failed_episodes_are_not_learned_from(tiny_folder: Path) -> None:
     assert history[0]["episode/end_failed"] == pytest.approx(float(failed.float().mean()))
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ["hang", "die"])
 @pytest.mark.parametrize("on_error", ["drop", "score"])
@@ -170,6 +184,7 @@ def test_a_run_goes_on_whatever_an_environment_s_process_does(
     assert 0 < failed < 64
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_step_without_any_episode_says_why(tiny_folder: Path) -> None:
     spec = {"name": "digit_games:FaultyGame"}
     with pytest.raises(EpisodeError, match=r"none of the 16 episodes .* dice fell off"):
@@ -179,6 +194,7 @@ def test_a_step_without_any_episode_says_why(tiny_folder: Path) -> None:
         run(tiny_folder, settings(rollout=limits))
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_resumed_run_is_the_whole_run(tiny_folder: Path, tmp_path: Path) -> None:
     trainers = {"old_log_probs": "trainer"}  # rollout's depend on who answers first
     config = settings(actor=trainers, trainer={"total_training_steps": 2, "save_freq": 1})
@@ -202,6 +218,7 @@ def test_a_resumed_run_is_the_whole_run(tiny_folder: Path, tmp_path: Path) -> No
     assert same == {k: v for k, v in got.items() if not k.endswith("_s")}
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_environments_in_processes_of_their_own_change_no_number(tiny_folder: Path) -> None:
     actor = {"old_log_probs": "trainer"}
     here, _ = run(tiny_folder, settings(actor=actor))
@@ -211,6 +228,7 @@ def test_environments_in_processes_of_their_own_change_no_number(tiny_folder: Pa
         assert [ours[key] for key in kept] == [theirs[key] for key in kept]
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_tools_that_a_prompt_shows_take_nothing_from_the_response(
     tiny_folder: Path, tmp_path: Path
 ) -> None:
@@ -243,6 +261,7 @@ def test_tools_that_a_prompt_shows_take_nothing_from_the_response(
     assert int(batches[0]["response_mask"].sum(1).max()) == 6
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_branches_are_rows_of_one_episode(tiny_folder: Path, tmp_path: Path) -> None:
     """The template leaves out the sign of earlier questions, as Qwen3's leaves out thoughts."""
     from transformers import AutoTokenizer
@@ -283,6 +302,7 @@ def test_branches_are_rows_of_one_episode(tiny_folder: Path, tmp_path: Path) -> 
         )
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -333,6 +353,7 @@ def test_what_episodes_don_t_go_with_is_refused_by_name(changes: dict[str, Any],
         check_config(settings(**changes))
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo", "gae_turn"])
 def test_local_and_ray_give_equal_runs(
@@ -350,6 +371,7 @@ def test_local_and_ray_give_equal_runs(
     assert all(torch.equal(here[key], there[key]) for key in here)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.slow
 def test_digits_are_learned(tiny_folder: Path) -> None:
     config = settings(
@@ -361,3 +383,285 @@ def test_digits_are_learned(tiny_folder: Path) -> None:
     first = sum(m["reward/mean"] for m in history[:5]) / 5
     last = sum(m["reward/mean"] for m in history[25:30]) / 5
     assert last > first + 0.5, (first, last)  # of 3
+
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
+
+
+VLLM = {"engine": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
+
+
+FLOAT = "float32"  # in bfloat16 two engines round otherwise
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """vLLM on CPU has attention for heads of 32 and more."""
+    folder = tmp_path_factory.mktemp("vllm") / "model"
+    return write_tiny_folder(folder, TINY_MODEL.model_copy(update={"hidden_size": 128}))
+
+
+def ahead(mode: str, placement: str = "local", steps: int = 4, **rollout: Any) -> Any:
+    run = {"mode": mode, "total_training_steps": steps}
+    return settings(placement, trainer=run, rollout=rollout)
+
+
+def check_versions(history: list[dict[str, float]], batches: list[Batch], bound: int = 1) -> None:
+    assert history[0]["staleness/max"] == 0
+    for step, (metrics, batch) in enumerate(zip(history, batches, strict=True)):
+        assert metrics["actor/grad_norm"] > 0
+        assert metrics["episode/turns_mean"] == 3
+        assert math.isfinite(metrics["rollout_corr/rollout_is_mean"])
+        kept = batch["response_mask"].bool()
+        versions = batch["token_versions"][kept]
+        assert 0 <= step - int(versions.min()) <= bound  # what a step learns from
+        assert int(versions.max()) <= step
+        assert metrics["staleness/max"] == step - int(versions.min())
+        # A token that the present weights drew has weight 1; another one its own ratio.
+        ratios = (batch["old_log_probs"] - batch["rollout_log_probs"])[kept].exp()
+        assert bool((ratios[versions == step] - 1).abs().lt(1e-3).all())
+        if bool((versions < step).any()):
+            assert float((ratios[versions < step] - 1).abs().max()) > 1e-3
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("placement", ["local", pytest.param("ray", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_episodes_ahead_of_the_trainer_stay_within_the_bound(
+    tiny_folder: Path, request: pytest.FixtureRequest, mode: str, placement: str
+) -> None:
+    if placement == "ray":
+        request.getfixturevalue("ray_cluster")
+    history, batches = run(tiny_folder, ahead(mode, placement))
+    check_versions(history[:-1], batches[:4])
+    if mode == "one_step_off":
+        assert [metrics["staleness/max"] for metrics in history[:-1]] == [0, 1, 1, 1]
+    assert history[-1]["validation/episode/turns_mean"] == 3
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
+def test_ranks_on_ray_save_the_episodes_of_their_step(
+    tiny_folder: Path, tmp_path: Path, ray_cluster: None
+) -> None:
+    slow = {"name": "digit_games:SavedGame", "options": {"delay": 0.2}}
+    config = settings(
+        "ray",
+        rollout={"agent": {"environment": slow, "save_freq_s": 0.05}},
+        trainer={"total_training_steps": 1},
+    )
+    seen: set[str] = set()
+    with trainer(tiny_folder, config) as subject:
+        folder, ended = tmp_path / "episodes", threading.Event()
+
+        def watch() -> None:
+            while not ended.wait(0.02):
+                seen.update(path.name for path in folder.glob("rollout-*"))
+
+        watching = threading.Thread(target=watch)
+        watching.start()
+        subject.fit(checkpoint_dir=tmp_path)
+        ended.set()
+        watching.join()
+    assert seen == {"rollout-00000-of-00001.safetensors"}
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.slow
+def test_episodes_under_way_resume_with_an_async_run(tiny_folder: Path, tmp_path: Path) -> None:
+    """Those that are over, and those that aren't, are in the checkpoint and are learned from."""
+    slow = {"name": "digit_games:SavedGame", "options": {"delay": 0.3}}
+    chosen: list[str] = []
+
+    def config() -> Any:
+        made = ahead("async", steps=12, agent={"environment": slow, "concurrency": 8})
+        keep = {"save_freq": 1, "max_checkpoints_to_keep": 12}
+        return made.model_copy(update={"trainer": made.trainer.model_copy(update=keep)})
+
+    def has_begun(step: int, total: int, metrics: dict[str, float]) -> None:
+        found = find_latest(tmp_path)
+        begun = [] if found is None else [one for one in found.state["prompts"]["begun"] if one]
+        if any(one["sequences"] for tree in begun for one in tree["episodes"]):
+            assert found is not None
+            chosen.append(found.folder)
+            raise KeyboardInterrupt
+
+    with trainer(tiny_folder, config()) as first:
+        first.on_step = has_begun
+        with pytest.raises(KeyboardInterrupt):
+            first.fit(checkpoint_dir=tmp_path)
+    batches: list[Batch] = []
+    with trainer(tiny_folder, config()) as second:
+        second.load_checkpoint(chosen[0])
+        saved = {
+            prompt.columns["prompt"][0][0]["content"]: partial.episodes
+            for prompt in second.source.prompts._resumed
+            for partial in take_partial_groups(prompt)[1]
+            if partial is not None
+        }
+        second.on_rollouts = lambda split, step, batch: batches.append(batch)
+        second.fit(2)
+    gone_on = 0
+    for batch in batches:
+        for row, prompt in enumerate(batch.columns["prompt"]):
+            ids = batch["responses"][row].tolist()
+            for tree in saved.get(prompt[0]["content"], ()):
+                begun = tree["sequences"][0]["token_ids"].tolist()
+                if begun and ids[: len(begun)] == begun:
+                    drawn = tree["sequences"][0]["log_probs"]
+                    own = batch["rollout_log_probs"][row][: len(begun)]
+                    gone_on += torch.equal(own, drawn)
+    assert gone_on > 0
+
+
+@pytest.mark.usefixtures("one_thread")
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_vllm_plays_ahead_of_the_trainer(wide_folder: Path, ray_cluster: None, mode: str) -> None:
+    history, batches = run(wide_folder, ahead(mode, "ray", **VLLM), dtype=FLOAT)
+    check_versions(history[:-1], batches[:4])
+
+
+@pytest.mark.usefixtures("one_thread")
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True])
+def test_vllm_and_native_play_the_same_greedy_episodes(wide_folder: Path, own: bool) -> None:
+    found: dict[str, Batch] = {}
+    for engine in ("native", "vllm"):
+        rollout: dict[str, Any] = VLLM if engine == "vllm" else {}
+        if engine == "vllm" and own:
+            rollout = rollout | {"vllm": {"in_process": False}, "tensor_parallel_size": 2}
+        with trainer(wide_folder, settings(rollout=rollout), FLOAT) as subject:
+            subject.on_rollouts = lambda split, step, batch, e=engine: found.update({e: batch})
+            subject.validate(arithmetic_rows(6))
+    ours, theirs = found["vllm"], found["native"]
+    for name in ("input_ids", "response_mask", "environment_rewards"):
+        assert torch.equal(ours[name], theirs[name]), name
+    assert theirs.columns["episode_turns"].tolist() == [3] * 6
+    torch.testing.assert_close(
+        ours["rollout_log_probs"], theirs["rollout_log_probs"], atol=1e-4, rtol=1e-4
+    )
+
+
+@pytest.mark.usefixtures("one_thread")
+@needs_vllm
+@pytest.mark.slow
+def test_vllm_samples_what_the_trainer_learns_from(wide_folder: Path) -> None:
+    rollout = VLLM | {"agent": {"num_workers": 1}}
+    history, batches = run(
+        wide_folder, settings(rollout=rollout, actor={"old_log_probs": "trainer"}), dtype=FLOAT
+    )
+    assert [metrics["staleness/max"] for metrics in history[:2]] == [0, 0]
+    for batch in batches[:2]:
+        kept = batch["response_mask"].bool()
+        torch.testing.assert_close(
+            batch["old_log_probs"][kept], batch["rollout_log_probs"][kept], atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_turn"])
+def test_a_search_is_learned(tmp_path: Path, estimator: str) -> None:
+    start = guessing.write_start(tmp_path / "start")
+    config = RLConfig.model_validate(
+        {
+            "algorithm": {"adv_estimator": estimator},
+            "actor": {
+                "optim": {"lr": 1e-3, "weight_decay": 0.0, "warmup_ratio": 0.0},
+                "use_kl_loss": False,
+            },
+            "rollout": {
+                "n": 8,
+                "multi_turn": {"enable": True, "max_turn_length": 4, "max_assistant_turns": 3},
+                "agent": {"environment": "guessing:Guessing", "num_workers": 0},
+            },
+            "reward": {"name": "environment"},
+            "trainer": {
+                "total_training_steps": 80,
+                "train_batch_size": 35,
+                "placement": "local",
+                "threads": 1,
+                "test_freq": 100,
+            },
+        }
+    )
+    loader = PromptLoader(pd.DataFrame(guessing.rows(35)), 35, 0)
+    solved: list[float] = []
+    with RLTrainer(start, config, loader, max_response_length=40, max_model_len=60) as trainer:
+        trainer.on_step = lambda step, total, metrics: solved.append(metrics["reward/mean"])
+        trainer.fit()
+        greedy = trainer.validate(guessing.rows(7))
+    before, after = sum(solved[:3]) / 3, sum(solved[-3:]) / 3
+    print(
+        f"{estimator}: solved {before:.2f} → {after:.2f}, greedy {greedy['validation/reward']:.2f}"
+    )
+    assert before < 0.8
+    assert after > before + 0.2
+    assert after > 0.95
+
+
+SCRIPT = Path(__file__).with_name("killed_episodes.py")
+
+
+ASKED = 4 * 4  # episodes of a step
+
+
+def start(folder: Path, out: Path, log: Path, name: str) -> subprocess.Popen[bytes]:
+    paths = os.pathsep.join(filter(None, [str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH")]))
+    out.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPT), str(folder), str(out), f"digit_games:{name}"],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NOTED_GAMES": str(log)},
+    )
+
+
+def asked(log: Path, what: str) -> int:
+    return log.read_text().count(what) if log.exists() else 0
+
+
+def history(out: Path) -> list[dict[str, Any]]:
+    rows = json.loads((out / "history.json").read_text())
+    times = ("perf/", "checkpoint/", "episode/environment_s", *GAP_PREFIXES)
+    return [{k: v for k, v in row.items() if not k.startswith(times)} for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["SavedGame", "NotedGame"])
+def test_a_kill_in_the_middle_of_a_step_leaves_no_trace(
+    tiny_folder: Path, tmp_path: Path, name: str
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    begun, again = tmp_path / "begun", tmp_path / "again"
+    assert start(tiny_folder, whole, tmp_path / "log", name).wait(600) == 0
+    assert (asked(tmp_path / "log", "reset"), asked(tmp_path / "log", "step")) == (48, 144)
+
+    first = start(tiny_folder, killed, begun, name)
+    until = time.monotonic() + 300
+    saved = killed / "checkpoints" / "episodes" / "rollout-00000-of-00001.safetensors"
+    while asked(begun, "reset") < ASKED + 10 or not saved.exists():  # in the second step
+        assert first.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    time.sleep(0.25)  # for a save
+    first.kill()
+    first.wait()
+    assert start(tiny_folder, killed, again, name).wait(600) == 0
+
+    if name == "SavedGame":  # what was saved of the second step isn't played again
+        assert asked(again, "reset") <= 2 * ASKED - 6
+        steps = asked(begun, "step") + asked(again, "step")
+        assert 144 <= steps < 144 + 20
+    else:  # but for what was over
+        assert 2 * ASKED - 16 < asked(again, "reset") < 2 * ASKED
+    assert not saved.exists()
+    assert history(killed) == history(whole)
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(out / "model").state_dict() for out in (whole, killed)
+    )
+    assert all(torch.equal(tensor, two[key]) for key, tensor in one.items())

@@ -1,4 +1,4 @@
-"""Checkpoints under one root: commits, the newest good one, and which are kept."""
+"""The store of checkpoints and its lock."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import logging
 import math
 import os
 import re
+import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,10 @@ from engine.checkpoint.format import (
     verify,
     write_state,
 )
+from engine.checkpoint.run_lock import NAME, FolderLock, Owner, hold_lock
 from engine.checkpoint.state_dict import extract_tensors
 from engine.checkpoint.store import RetentionPolicy, abandoned_drafts, draft_name, retained
-from engine.errors import CheckpointError, DamagedCheckpointError
+from engine.errors import CheckpointError, DamagedCheckpointError, LockedCheckpointsError
 from engine.storage.folder import Folder
 
 
@@ -432,3 +437,170 @@ def test_only_drafts_of_the_dead_are_abandoned(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     os.utime(tmp_path / old, (0, time.time() - 2 * 24 * 3600))
     assert abandoned_drafts(Folder(tmp_path), names, [own]) == [dead, reborn, old, huge]
+
+
+ELSEWHERE = Owner("another machine", "node-9", 4711, "5", "2026-11-22T08:00:00Z")
+
+
+@pytest.fixture(params=["disk", "s3"])
+def root_lock(request: pytest.FixtureRequest, tmp_path: Path) -> Folder:
+    if request.param == "disk":
+        return Folder(tmp_path / "run")
+    return Folder(f"{request.getfixturevalue('bucket')}/{tmp_path.name}")
+
+
+def write(root_lock: Folder, lock: Owner) -> None:
+    root_lock.create()
+    root_lock.write(NAME, [lock.as_json()])
+
+
+def locks(root_lock: Folder) -> list[str]:
+    return [name for name in root_lock.entries() if name.startswith(".lock")]
+
+
+@contextmanager
+def held_by_a_fork(root_lock: Path) -> Iterator[int]:
+    """Another process of this machine that holds the lock, until it is killed."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with hold_lock(root_lock):
+                os.write(writing, b".")
+                signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        assert os.read(reading, 1) == b"."
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_second_run_is_refused_and_one_that_was_killed_is_not_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with held_by_a_fork(tmp_path) as pid:
+        for _ in range(2):
+            with (
+                pytest.raises(
+                    LockedCheckpointsError, match=f"{tmp_path} is in use .*process {pid}"
+                ),
+                hold_lock(tmp_path),
+            ):
+                pytest.fail("two runs have the folder")
+    assert len(locks(Folder(tmp_path))) == 1
+    begin = time.monotonic()
+    with hold_lock(tmp_path):
+        assert len(locks(Folder(tmp_path))) == 1, "the dead run's is gone"
+    assert time.monotonic() - begin < 3
+    assert f"the lock of process {pid} on" in caplog.text
+    assert locks(Folder(tmp_path)) == []
+
+
+def test_a_process_has_its_own_folder_again(root_lock: Folder) -> None:
+    for _ in range(2):
+        with hold_lock(root_lock.uri), hold_lock(root_lock.uri):
+            assert len(locks(root_lock)) == 1
+        assert locks(root_lock) == []
+    with hold_lock(None):
+        pass
+
+
+def test_a_lock_without_a_sign_of_life_is_taken_over(root_lock: Folder) -> None:
+    for lock in (ELSEWHERE, None):
+        write(root_lock, ELSEWHERE)
+        if lock is None:
+            root_lock.write(NAME, [b"[" * 100_000])
+        with hold_lock(root_lock.uri, stale_s=0.2):
+            assert locks(root_lock) == [NAME]
+            assert json.loads(root_lock.read(NAME))["pid"] == os.getpid()
+        assert locks(root_lock) == []
+
+
+def test_a_beating_lock_of_another_machine_is_refused(root_lock: Folder) -> None:
+    write(root_lock, ELSEWHERE)
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.1):
+            write(root_lock, replace(ELSEWHERE, beat=time.monotonic_ns()))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with (
+            pytest.raises(LockedCheckpointsError, match=r"in use by .*process 4711 on node-9"),
+            hold_lock(root_lock.uri, stale_s=5.0),
+        ):
+            pytest.fail("two runs have the folder")
+    finally:
+        ended.set()
+        thread.join()
+    assert json.loads(root_lock.read(NAME))["pid"] == 4711
+
+
+def test_a_holder_that_was_overtaken_commits_nothing(root_lock: Folder) -> None:
+    store = CheckpointStore(root_lock.uri)
+    with hold_lock(root_lock.uri, beat_s=60.0):
+        draft = store.begin(1)
+        root_lock.remove_file(NAME)  # nobody has taken it
+        store.commit(draft)
+        assert locks(root_lock) == [NAME]
+        draft = store.begin(2)
+        write(root_lock, ELSEWHERE)
+        with pytest.raises(LockedCheckpointsError, match=r"has taken .* over, because this one"):
+            store.commit(draft)
+        store.abandon(draft)
+    assert root_lock.folders() == ["step_1"]
+
+
+def test_a_holder_beats_and_sees_that_it_was_overtaken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root_lock = Folder(tmp_path)
+    with hold_lock(tmp_path, beat_s=0.05):
+        beats = {json.loads(root_lock.read(NAME))["beat"]}
+        deadline = time.monotonic() + 20
+        while len(beats) < 3 and time.monotonic() < deadline:
+            beats.add(json.loads(root_lock.read(NAME))["beat"])
+        assert len(beats) == 3
+        write(root_lock, ELSEWHERE)
+        while "taken" not in caplog.text and time.monotonic() < deadline:
+            write(root_lock, ELSEWHERE)  # its next beat may be written just after a look
+            time.sleep(0.2)
+    assert f"another run has taken {tmp_path} over" in caplog.text
+
+
+def test_a_folder_that_takes_no_lock_stops_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING), hold_lock(tmp_path / "file"):
+        pass
+    assert "other runs can't be kept out of this folder" in caplog.text
+
+
+def test_of_two_that_find_a_stale_lock_one_has_the_folder(root_lock: Folder) -> None:
+    write(root_lock, ELSEWHERE)
+    locks_ = [FolderLock(root_lock, beat_s=60.0, stale_s=0.5) for _ in range(2)]
+    for number, lock in enumerate(locks_):  # as runs of two other machines
+        lock._owner = replace(lock._owner, machine=f"machine {number}", pid=number + 1)
+    refused: list[str] = []
+
+    def take(lock: FolderLock) -> None:
+        try:
+            lock.acquire()
+        except LockedCheckpointsError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=take, args=(lock,)) for lock in locks_]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(refused) == 1
+    assert "is in use by another run" in refused[0]

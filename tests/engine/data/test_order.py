@@ -1,10 +1,12 @@
-"""The order of rows: by epoch, weight, difficulty and live pass rate; where each goes on from."""
+"""The order of rows: batches, resumable loaders."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections import Counter
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -13,10 +15,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tiny_engine import arithmetic_rows
+from transformers import PreTrainedTokenizerFast
 
 from engine.batch import Batch
 from engine.config import SamplingConfig
-from engine.data.loader import PromptLoader
+from engine.data.collate import (
+    collate_completions,
+    collate_prompts,
+    pad,
+    shared_prompt_batches,
+    token_budget_batches,
+)
+from engine.data.loader import PromptLoader, add_prompt_ids, make_rl_data_loader
 from engine.data.order import (
     EpochOrder,
     Order,
@@ -25,6 +36,7 @@ from engine.data.order import (
     make_order,
     observed_rates,
 )
+from engine.data.templates import encode_prompt
 from engine.errors import ConfigError, DataError
 
 SOURCES = ["a"] * 30 + ["b"] * 10
@@ -259,3 +271,272 @@ def test_rates_are_of_scored_completions_group_by_group() -> None:
 def test_bounds_that_hold_nothing_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         SamplingConfig.model_validate(values)
+
+
+def frame_loader(size: int) -> pd.DataFrame:
+    return pd.DataFrame({"prompt": [f"p{i}" for i in range(size)], "row": range(size)})
+
+
+def take(loader: PromptLoader, batches: int) -> list[int]:
+    return [row["row"] for _ in range(batches) for row in loader.next_batch()]
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@given(size=st.integers(1, 30), batch=st.integers(1, 40), seed=st.integers(0, 9))
+def test_every_row_comes_once_an_epoch_in_full_batches(size: int, batch: int, seed: int) -> None:
+    loader = PromptLoader(frame_loader(size), batch, seed)
+    batches = [loader.next_batch() for _ in range(3 * size)]
+    assert {len(b) for b in batches} == {min(batch, size)}
+    rows = [row["row"] for b in batches for row in b]
+    for start in range(0, len(rows) - size + 1, size):
+        assert sorted(rows[start : start + size]) == list(range(size))
+
+
+@given(
+    size=st.integers(1, 30),
+    batch=st.integers(1, 9),
+    seen=st.integers(0, 20),
+    shuffle=st.booleans(),
+)
+def test_a_resumed_loader_goes_on_exactly_loader(
+    size: int, batch: int, seen: int, shuffle: bool
+) -> None:
+    whole = PromptLoader(frame_loader(size), batch, 1, shuffle)
+    take(whole, seen)
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = PromptLoader(frame_loader(size), batch, 1, shuffle)
+    resumed.load_state_dict(state)
+    assert take(resumed, 12) == take(whole, 12)
+    assert resumed.state_dict() == whole.state_dict()
+
+
+def test_epochs_and_seeds_differ_and_shuffling_can_be_off() -> None:
+    loader = PromptLoader(frame_loader(50), 50, 0)
+    first, second = take(loader, 1), take(loader, 1)
+    assert first != second
+    assert loader.epoch == 2
+    assert take(PromptLoader(frame_loader(50), 50, 1), 1) != first
+    assert take(PromptLoader(frame_loader(50), 20, 0, shuffle=False), 3) == [*range(50), *range(10)]
+
+
+def test_changing_a_given_row_leaves_the_data_alone() -> None:
+    loader = PromptLoader(frame_loader(1), 1, 0)
+    loader.next_batch()[0]["row"] = 99
+    assert loader.next_batch()[0]["row"] == 0
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (PromptLoader(frame_loader(9), 2, 0), "rows"),
+        (PromptLoader(frame_loader(8), 2, 5), "seed"),
+        (PromptLoader(frame_loader(8), 2, 0, shuffle=False), "shuffle"),
+        (PromptLoader(frame_loader(8).iloc[::-1], 2, 0), "digest"),
+    ],
+)
+def test_a_state_of_other_data_is_refused(other: PromptLoader, named: str) -> None:
+    loader = PromptLoader(frame_loader(8), 2, 0)
+    with pytest.raises(DataError, match=f"{named} is"):
+        loader.load_state_dict(other.state_dict())
+
+
+def test_a_damaged_state_is_refused() -> None:
+    loader = PromptLoader(frame_loader(8), 2, 0)
+    with pytest.raises(DataError, match="position 8 of 8"):
+        loader.load_state_dict({**loader.state_dict(), "position": 8})
+
+
+def test_no_rows_and_no_batch_size_are_refused() -> None:
+    with pytest.raises(DataError, match="no rows"):
+        PromptLoader(frame_loader(0), 2, 0)
+    with pytest.raises(ConfigError, match="batch_size=0"):
+        PromptLoader(frame_loader(2), 0, 0)
+
+
+def test_a_users_file_becomes_rows_of_the_contract(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "2+3?"}]
+    rows: list[dict[str, object]] = [
+        {"prompt": "1+1?", "ground_truth": "2", "level": "easy"},
+        {"prompt": messages, "reward_model": {"ground_truth": "5"}, "level": "hard"},
+    ]
+    loader = make_rl_data_loader(write(tmp_path / "d.jsonl", rows), batch_size=2, shuffle=False)
+    first, second = loader.next_batch()
+    assert first["prompt"] == [{"role": "user", "content": "1+1?"}]
+    assert first["reward_model"] == {"style": "rule", "ground_truth": "2"}
+    assert second["prompt"] == messages
+    assert second["reward_model"]["ground_truth"] == "5"
+    assert (first["level"], second["level"]) == ("easy", "hard")
+    assert {"data_source", "ability", "extra_info"} <= first.keys()
+
+
+def test_parquet_and_rows_without_ground_truth_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    pd.DataFrame({"prompt": [[{"role": "user", "content": "Hi"}]] * 3}).to_parquet(path)
+    (row,) = make_rl_data_loader(path, batch_size=1).next_batch()
+    assert row["prompt"] == [{"role": "user", "content": "Hi"}]
+    assert row["reward_model"]["ground_truth"] is None
+
+
+def test_a_tokenizer_adds_tokens_and_a_limit(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write(tmp_path / "d.jsonl", [{"prompt": "1"}, {"prompt": "1 2 3 4 5 6 7 8"}])
+    loader = make_rl_data_loader(path, tokenizer, batch_size=2, shuffle=False)
+    row = loader.next_batch()[1]
+    assert row["prompt_ids"] == encode_prompt(tokenizer, row["prompt"])
+    with pytest.raises(DataError, match=r"1 prompts are longer than 6 tokens \(row 2\)"):
+        make_rl_data_loader(path, tokenizer, max_prompt_length=6)
+
+
+def test_rows_keep_the_numbers_of_their_file(tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": [{"role": "user", "content": text}]} for text in ("1", "1 2 3 4 5 6 7 8")]
+    with pytest.raises(DataError, match=r"^d\.jsonl: 1 prompts are longer .* \(row 7\); shorten"):
+        add_prompt_ids(rows, tokenizer, 6, "d.jsonl", numbers=[4, 7])
+
+
+def test_numbers_stay_whole_where_a_row_has_none(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"prompt": "a", "level": 1}, {"prompt": "b"}]
+    path = write(tmp_path / "d.jsonl", rows)
+    batch = make_rl_data_loader(path, batch_size=2, shuffle=False).next_batch()
+    assert [repr(row["level"]) for row in batch] == ["1", "None"]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "  "}, "row 2: column 'prompt'"),
+        ({"question": "x"}, "row 2: there is no column 'prompt'; name one of"),
+        ({"prompt": [{"role": "user"}]}, "row 2: column 'prompt'"),
+        ({"prompt": []}, "row 2: column 'prompt'"),
+        ({"prompt": "x", "reward_model": "5"}, "row 2: column 'reward_model' is '5'"),
+        ({"prompt": "x"}, r"1 of 2 rows have no ground truth \(row 2\)"),
+    ],
+)
+def test_wrong_rows_are_named(tmp_path: Path, row: dict[str, object], message: str) -> None:
+    path = write(tmp_path / "d.jsonl", [{"prompt": "ok", "ground_truth": "1"}, row])
+    with pytest.raises(DataError, match=message):
+        make_rl_data_loader(path)
+
+
+def test_layout_by_hand() -> None:
+    prompts = collate_prompts(arithmetic_rows(2), [[5], [6, 7, 8]])
+    batch = collate_completions(
+        prompts, [1, 0, 0], [[9], [3, 4], [2, 2]], [[-1.0], [-2, -3], [-4, -5]], pad_token_id=1
+    )
+    assert batch["input_ids"].tolist() == [[6, 7, 8, 9, 1], [1, 1, 5, 3, 4], [1, 1, 5, 2, 2]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 1], [0, 0, 1, 1, 1]]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0], [0, 0, 0, 1, 2], [0, 0, 0, 1, 2]]
+    assert batch["prompts"].tolist() == [[6, 7, 8], [1, 1, 5], [1, 1, 5]]
+    assert batch["responses"].tolist() == [[9, 1], [3, 4], [2, 2]]
+    assert batch["response_mask"].tolist() == [[1, 0], [1, 1], [1, 1]]
+    assert batch["rollout_log_probs"].tolist() == [[-1, 0], [-2, -3], [-4, -5]]
+    assert batch["group_ids"].tolist() == [1, 0, 0]
+    assert list(batch.columns["ground_truth"]) == ["2", "0", "0"]
+    assert "prompt_ids" not in batch
+
+
+def test_prompts_without_a_ground_truth() -> None:
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"style": "model"}}]
+    assert list(collate_prompts(rows, [[1]]).columns["ground_truth"]) == [None]
+
+
+def test_a_truth_comes_from_either_place_and_from_one() -> None:
+    row = {"prompt": [], "reward_model": {"ground_truth": "5"}, "ground_truth": float("nan")}
+    assert list(collate_prompts([row], [[1]]).columns["ground_truth"]) == ["5"]
+    with pytest.raises(DataError, match=r"row 1 of a step: column 'ground_truth' is '6', but"):
+        collate_prompts([row, {**row, "ground_truth": "6"}], [[1], [2]])
+
+
+@pytest.mark.parametrize("name", ["prompts", "input_ids", "completion", "partial_group"])
+def test_a_column_with_the_name_of_a_field_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match=f"column '{name}' has the name of a field that the engine"):
+        collate_prompts([{"prompt": [], name: 1}], [[1]])
+
+
+def test_tokens_in_a_column_don_t_replace_the_prompt() -> None:
+    assert collate_prompts([{"prompt_ids": [1, 2]}], [[1, 2]]).columns["prompt_ids"][0] == [1, 2]
+    with pytest.raises(DataError, match="'prompt_ids' that are not the tokens of their prompts"):
+        collate_prompts([{"prompt_ids": [7]}], [[1, 2]])
+
+
+def test_rows_with_other_columns_are_refused() -> None:
+    with pytest.raises(DataError, match=r"differ in their columns: \['level'\] are in some only"):
+        collate_prompts([{"prompt": []}, {"prompt": [], "level": 1}], [[1], [2]])
+
+
+def test_nothing_to_collate_is_refused() -> None:
+    with pytest.raises(DataError, match="no prompts"):
+        collate_prompts([], [])
+    prompts = Batch({"group_ids": torch.arange(1)}, {"prompt_ids": [[1]]})
+    with pytest.raises(DataError, match="no completions"):
+        collate_completions(prompts, [], [], [], pad_token_id=0)
+
+
+def test_pad_takes_its_dtype_from_the_filling() -> None:
+    assert pad([[1], [2, 3]], 0, side="left").dtype == torch.long
+    assert pad([[1], [2, 3]], 0.0, side="right").dtype == torch.float32
+    assert pad([[], []], 0, side="right").shape == (2, 1)
+
+
+LENGTHS = st.lists(st.integers(0, 60), max_size=80)
+
+
+@given(lengths=LENGTHS, budget=st.integers(1, 200))
+def test_budget_holds_and_every_row_comes_once(lengths: list[int], budget: int) -> None:
+    batches = token_budget_batches(lengths, budget)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert batch
+        longest = max(lengths[i] for i in batch)
+        assert len(batch) * longest <= budget or len(batch) == 1
+
+
+@given(lengths=LENGTHS, budget=st.integers(1, 200))
+def test_no_batch_could_take_the_first_row_of_the_next(lengths: list[int], budget: int) -> None:
+    batches = token_budget_batches(lengths, budget)
+    for batch, following in pairwise(batches):
+        assert (len(batch) + 1) * lengths[following[0]] > budget
+
+
+def test_a_row_above_the_budget_is_alone() -> None:
+    assert token_budget_batches([5, 100, 5], 10) == [[0, 2], [1]]
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_tokens=0"):
+        token_budget_batches([1], 0)
+
+
+@st.composite
+def groups_of_rows(draw: st.DrawFn) -> tuple[list[list[int]], list[int], list[int]]:
+    """Groups, shuffled over the rows, with rows' lengths and prompts' lengths."""
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=8))
+    order = draw(st.permutations(range(sum(sizes))))
+    groups, lengths, prompts = [], [0] * len(order), [0] * len(order)
+    for size in sizes:
+        group, order, prompt = sorted(order[:size]), order[size:], draw(st.integers(1, 20))
+        groups.append(group)
+        for row in group:
+            prompts[row], lengths[row] = prompt, prompt + draw(st.integers(0, 30))
+    return groups, lengths, prompts
+
+
+@given(rows=groups_of_rows(), budget=st.integers(1, 150))
+def test_shared_prompts_count_once_a_batch(
+    rows: tuple[list[list[int]], list[int], list[int]], budget: int
+) -> None:
+    groups, lengths, prompts = rows
+    batches = shared_prompt_batches(groups, lengths, prompts, budget)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        tokens = sum(lengths[i] - prompts[i] for i in batch)
+        tokens += sum(prompts[group[0]] for group in groups if set(group) & set(batch))
+        assert tokens <= budget or len(batch) == 1
+    for group in groups:
+        whole = prompts[group[0]] + sum(lengths[i] - prompts[i] for i in group)
+        homes = [batch for batch in batches if set(group) & set(batch)]
+        assert len(homes) == 1 or whole > budget, "a group that fits stays together"

@@ -1,15 +1,20 @@
-"""pass@k, votes and intervals: published values, algebraic properties, coverage by simulation."""
+"""Metrics of an evaluation, their summary and intervals."""
 
+from __future__ import annotations
+
+import json
 from itertools import combinations
 from math import isclose
+from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import DataError
-from engine.evaluation import metrics
+from engine.evaluation import metrics, plots
 from engine.evaluation.metrics import (
     Interval,
     length_summary,
@@ -20,6 +25,8 @@ from engine.evaluation.metrics import (
     rate_interval,
     wilson_interval,
 )
+from engine.evaluation.policy_steps import read_overoptimisation
+from engine.evaluation.summary import Statistics, breakdown, summarise
 
 
 @st.composite
@@ -31,9 +38,6 @@ def counts(draw):
 
 
 outcome_pairs = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=40)
-
-
-# pass@k
 
 
 @pytest.mark.parametrize(
@@ -109,9 +113,6 @@ def test_pass_at_k_refuses_impossible_counts(samples, correct, k, message):
         pass_at_k(samples, correct, k)
 
 
-# majority vote
-
-
 @pytest.mark.parametrize(
     ("answers", "winner"),
     [
@@ -137,9 +138,6 @@ def test_a_clear_majority_does_not_depend_on_order(answers, random):
     assert winner in best if best else winner is None
     if len(best) == 1:
         assert winner == majority_vote(answers)
-
-
-# intervals
 
 
 def test_wilson_interval_of_a_textbook_case():
@@ -256,9 +254,160 @@ def test_paired_bootstrap_refuses_what_it_cannot_compare(before, after, message)
         paired_bootstrap(before, after, 0.95, 100, 0)
 
 
-# lengths
-
-
 def test_length_summary():
     summary = length_summary(range(101))
     assert (summary.mean, summary.median, summary.p95, summary.max) == (50, 50, 95, 100)
+
+
+def compare(before, after, **changes):
+    settings = {"k": 2, "confidence": 0.9, "bootstrap_samples": 500, "seed": 3}
+    return summarise(before, after, Statistics(**(settings | changes)))
+
+
+def test_both_models_and_the_gain(before, after):
+    c = compare(before, after)
+    assert (c.before.model, c.after.model, c.problems, c.samples) == ("warm_start", "rl", 6, 4)
+    assert c.before.pass_at_1 == wilson_interval([1, 0, 0, 1, 0, 0], 0.9)
+    assert c.after.pass_at_1.mean == pytest.approx(4 / 6)
+    assert (c.fixed, c.broken) == (3, 1)
+    assert c.gain.mean == pytest.approx(2 / 6)
+    assert c.gain.low < c.gain.mean < c.gain.high
+    # Right samples of 4 before: 2, 1, 0, 4, 2, 1; pass@2 is 5/6, 1/2, 0, 1, 5/6, 1/2.
+    assert c.before.pass_at_k.mean == pytest.approx((5 / 6 + 1 / 2 + 1 + 5 / 6 + 1 / 2) / 6)
+    assert c.after.pass_at_k.mean == pytest.approx(5 / 6)  # 4, 3, 4, 4, 4, 0 right
+    assert c.pass_at_k_gain.mean == pytest.approx(c.after.pass_at_k.mean - c.before.pass_at_k.mean)
+    # Votes before: 3 (first of a tie), 0, none, 92, 65, 35.
+    assert c.before.majority.mean == pytest.approx(4 / 6)
+    assert c.majority_gain.mean == pytest.approx(1 / 6)
+    assert c.before.format_rate.mean == pytest.approx((1 + 0.75 + 0 + 1 + 1 + 0.25) / 6)
+    assert (c.before.response_length.mean, c.before.greedy_length.max) == (7.0, 10.0)
+
+
+def test_pass_at_k_uses_k(before, after):
+    assert compare(before, after, k=4).before.pass_at_k.mean == pytest.approx(5 / 6)
+    assert compare(before, after, k=1).before.pass_at_k.mean == pytest.approx(10 / 24)
+
+
+def test_a_model_against_itself_gains_nothing(after):
+    c = compare(after, after)
+    for gain in (c.gain, c.pass_at_k_gain, c.majority_gain):
+        assert (gain.mean, gain.low, gain.high) == (0, 0, 0)
+    assert (c.fixed, c.broken) == (0, 0)
+
+
+def test_the_seed_decides_and_json_keeps_every_number(before, after):
+    first, second = compare(before, after), compare(before, after)
+    assert first.to_json() == second.to_json()
+    read = json.loads(first.to_json())
+    assert [read["gain"][key] for key in ("mean", "low", "high")] == [
+        first.gain.mean,
+        first.gain.low,
+        first.gain.high,
+    ]
+    assert (read["seed"], read["k"], read["confidence"]) == (3, 2, 0.9)
+    assert len(read["prompt_digest"]) == 64
+
+
+def test_unpaired_or_short_rows_are_refused(make_rows, before, after):
+    with pytest.raises(DataError, match="asked 6 and 4 problems"):
+        compare(before, after.head(4))
+    with pytest.raises(DataError, match="pass@5"):
+        compare(before, after, k=5)
+    fewer = make_rows("rl", ["3"] * 6, [["3", "3"]] * 6)
+    with pytest.raises(DataError, match="different numbers of samples"):
+        compare(before, fewer)
+    with pytest.raises(DataError, match="at least 2 problems"):
+        compare(before.head(1), after.head(1))
+
+
+def test_a_hole_in_the_scores_is_refused(before, after):
+    after["greedy_correct"] = [True, None, True, True, False, False]
+    with pytest.raises(DataError, match="'greedy_correct' must hold booleans"):
+        compare(before, after)
+
+
+def parts(before, after, k=2):
+    return breakdown(before, after, Statistics(k, 0.95, 200, 0))
+
+
+def means(part, metric):
+    return tuple(getattr(model, metric).mean for model in (part.before, part.after))
+
+
+def test_each_source_and_each_of_its_levels(before, after):
+    whole, easy, hard = parts(before, after)
+    assert [(p.source, p.level, p.problems) for p in (whole, easy, hard)] == [
+        ("arithmetic", "", 6), ("arithmetic", "easy", 3), ("arithmetic", "hard", 3),
+    ]  # fmt: skip
+    assert means(whole, "pass_at_1") == pytest.approx((2 / 6, 4 / 6))
+    assert whole.gain.mean == pytest.approx(2 / 6)
+    assert means(easy, "pass_at_1") == pytest.approx((1 / 3, 1))
+    assert means(hard, "pass_at_1") == pytest.approx((1 / 3, 1 / 3))
+    assert easy.before.mean_at_k.mean == pytest.approx((2 / 4 + 1 / 4 + 0) / 3)
+    assert easy.before.pass_at_k.mean == pytest.approx((1 - 1 / 6 + 1 / 2 + 0) / 3)
+    assert hard.after.majority.mean == pytest.approx(2 / 3)
+    rate = easy.before.mean_at_k
+    assert 0 <= rate.low < rate.mean < rate.high <= 1
+    assert easy.before.greedy_length.mean == pytest.approx(6)
+    assert easy.line().startswith("arithmetic, easy: pass@1 33.3% → 100.0% (+66.7 [")
+
+
+def test_sources_stand_apart_and_what_was_not_scored_is_told(before, after):
+    for table in (before, after):
+        table.loc[5, "data_source"] = "other"
+        table.loc[0, "errors"] = 2
+    found = parts(before, after)
+    assert [p.source for p in found if not p.level] == ["arithmetic", "other"]
+    assert found[-1].gain is None, "one problem shows no gain"
+    assert found[0].line().endswith("5 problems, 4 not scored")
+    with pytest.raises(DataError, match="asked 6 and 5 problems"):
+        parts(before, after.head(5))
+
+
+def test_cut_completions_count(before, after):
+    after["greedy_truncated"] = pd.Series([True, False] * 3)
+    assert parts(before, after)[0].after.truncated.mean == 0.5
+
+
+def run(folder: Path, true: np.ndarray) -> Path:
+    steps = len(true)
+    frame = {
+        "step": np.arange(1, steps + 1),
+        "reward/reward_model": np.linspace(-1, 3, steps),
+        "reward/correct": true,
+        "actor/kl": np.linspace(0, 0.5, steps),
+        "response/length_mean": np.full(steps, 20.0),
+    }
+    pd.DataFrame(frame).to_parquet(folder / "metrics.parquet")
+    return folder
+
+
+def test_a_true_reward_that_falls_while_the_model_s_rises(tmp_path: Path) -> None:
+    true = np.concatenate([np.linspace(0.4, 0.9, 20), np.linspace(0.9, 0.3, 20)])
+    found = read_overoptimisation(run(tmp_path, true))
+    assert found is not None
+    assert 18 <= found.peak <= 21
+    at = found.metrics()
+    assert at["overoptimisation/true_peak"] == pytest.approx(0.88, abs=0.03)
+    assert at["overoptimisation/true_last"] < at["overoptimisation/true_peak"] - 0.4
+    assert at["overoptimisation/kl_last"] == pytest.approx(10.0, abs=0.5), (
+        "a completion, not a token"
+    )
+    assert f"its peak is {at['overoptimisation/true_peak']:.3f} at step {found.peak + 1} of 40" in (
+        found.sentence()
+    )
+    drawn = plots.overoptimisation(found)
+    assert drawn.startswith("<svg")
+    assert plots.overoptimisation(found) == drawn
+
+
+def test_one_that_rises_to_the_end(tmp_path: Path) -> None:
+    found = read_overoptimisation(run(tmp_path, np.linspace(0.2, 0.9, 30)))
+    assert found is not None
+    assert found.sentence().endswith("it has its peak at the end")
+
+
+def test_other_runs_have_none(tmp_path: Path) -> None:
+    assert read_overoptimisation(tmp_path) is None
+    pd.DataFrame({"step": [1], "reward/correct": [0.5]}).to_parquet(tmp_path / "metrics.parquet")
+    assert read_overoptimisation(tmp_path) is None

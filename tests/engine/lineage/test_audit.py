@@ -1,18 +1,28 @@
-"""Every way of tampering is found, named, and told from what could not be checked."""
+"""The audit of lineage: local, on S3, of registered models."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lineage_store import Run, edit, make, make_run, parent
+from s3_server import environment, s3_server
 
+from engine.checkpoint import CheckpointStore
+from engine.errors import LineageError
+from engine.lineage.__main__ import main
 from engine.lineage.audit import Audit, audit
-from engine.lineage.lookup import review
-from engine.storage.artifacts import read_manifest
+from engine.lineage.lookup import review, write_origin
+from engine.storage.artifacts import Draft, read_manifest, verify
+from engine.storage.digests import hash_file, hash_files
+from engine.storage.filesystem import home
+from engine.tracking import Tracker
+from engine.tracking.model_versions import ARTIFACT_TAG, MANIFEST_TAG
 
 
 @pytest.fixture(autouse=True)
@@ -209,3 +219,296 @@ def test_a_damaged_checkpoint_is_found(tmp_path: Path) -> None:
     (folder / "state.json").write_text((folder / "state.json").read_text().replace("5", "6"))
     (fault,) = faults(folder)
     assert "state.json differs from its checksum" in fault
+
+
+NAME = "policy"
+
+
+CHAMPION = f"models:/{NAME}@champion"
+
+
+@pytest.fixture
+def run_lineage(
+    tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Run]:
+    shutil.copy(mlflow_store, tmp_path / "mlflow.db")
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.chdir(tmp_path)
+    made = make_run(tmp_path)
+    register(made.rl)
+    return made
+
+
+def register(model: Path) -> Tracker:
+    """Register a model, with the digest of its manifest, and make it champion."""
+    tracker = Tracker()
+    with tracker.stage("rl") as stage:
+        tags = {MANIFEST_TAG: read_manifest(model).own_digest}
+        version = tracker.register_model(model, NAME, stage.run_id, tags)
+    tracker.set_alias(NAME, "champion", version, None)
+    return tracker
+
+
+def copy_of(tracker: Tracker) -> Path:
+    """Where MLflow keeps the champion's files."""
+    champion = tracker.champion(NAME)
+    assert champion is not None
+    return Path(champion.source.removeprefix("file://"))
+
+
+def faults_lineage(reference: str | Path) -> list[str]:
+    return [finding.text for finding in audit(review([str(reference)])).faults]
+
+
+def test_a_version_leads_to_its_artifact_and_back(run_lineage: Run, capsys) -> None:
+    found = review([CHAMPION])
+    assert found.summary == (
+        "6 nodes: 1 dataset, 1 evaluation, 1 model version, 1 rl, 1 sft, 1 source"
+    )
+    (version,) = found.starts
+    assert version.label == f"{NAME} version 1"
+    back = review([str(run_lineage.rl)])
+    (again,) = [n for n in back.graph.nodes.values() if n.kind == "model_version"]
+    assert again == version
+    assert again.facts["aliases"] == "champion"
+    assert main(["show", f"models:/{NAME}/1"]) == 0
+    assert capsys.readouterr().out.startswith(f"{NAME} version 1")
+
+
+def test_an_untouched_version_verifies(run_lineage: Run) -> None:
+    assert faults_lineage(CHAMPION) == []
+
+
+def test_an_edit_of_the_tips_manifest_shows_by_the_versions_tag(run_lineage: Run) -> None:
+    shutil.rmtree(run_lineage.evaluation)
+    edit(run_lineage.rl, metrics={"reward": 1.0})
+    (fault,) = faults_lineage(CHAMPION)
+    assert f"where {NAME} version 1 recorded" in fault
+    (same,) = [f.text for f in audit(review([str(run_lineage.rl)], descendants=False)).faults]
+    assert same == fault
+
+
+def test_the_copy_that_is_served_is_checked(run_lineage: Run) -> None:
+    copy = copy_of(Tracker())
+    (copy / "content.txt").write_text("poisoned")
+    (fault,) = faults_lineage(CHAMPION)
+    assert "MLflow's copy" in fault
+    assert "content.txt differs" in fault
+
+
+def test_a_copy_replaced_by_another_whole_artifact(run_lineage: Run, tmp_path: Path) -> None:
+    copy = copy_of(Tracker())
+    shutil.rmtree(copy)
+    shutil.copytree(run_lineage.sft, copy)
+    found = " ".join(faults_lineage(CHAMPION))
+    assert f"where the tag {ARTIFACT_TAG} says" in found
+    assert f"where the tag {MANIFEST_TAG} says" in found
+
+
+def test_a_version_whose_artifact_is_gone_resolves_to_mlflows_copy(run_lineage: Run) -> None:
+    shutil.rmtree(run_lineage.rl)
+    found = review([CHAMPION])
+    (artifact,) = [n for n in found.graph.nodes.values() if n.kind == "rl"]
+    assert artifact.uri == str(copy_of(Tracker()))
+    assert audit(found).faults == ()
+
+
+def test_a_tip_that_only_its_run_vouches_for(run_lineage: Run) -> None:
+    tracker = Tracker()
+    manifest = read_manifest(run_lineage.evaluation)
+    with tracker.stage("evaluation") as stage:
+        stage.set_tags({ARTIFACT_TAG: manifest.digest, MANIFEST_TAG: manifest.own_digest})
+    found = audit(review([str(run_lineage.evaluation)], descendants=False))
+    assert (found.faults, found.notes) == ((), ())
+    edit(run_lineage.evaluation, metrics={"gain": 0.9})
+    (fault,) = faults_lineage(run_lineage.evaluation)
+    assert "where its run recorded" in fault
+
+
+def test_a_version_whose_files_lie_in_another_kind_of_store_is_found(run_lineage: Run) -> None:
+    """A tracking server's own addresses, as mlflow-artifacts:/…, are no store of ours."""
+    tracker = Tracker()
+    manifest = read_manifest(run_lineage.sft)
+    with tracker.stage("sft") as stage:
+        tracker.client.create_registered_model("served")
+        tracker.client.create_model_version(
+            "served",
+            "mlflow-artifacts:/7/0123/artifacts/models/4567",
+            run_id=stage.run_id,
+            tags={ARTIFACT_TAG: manifest.digest, "artifact_uri": str(run_lineage.sft)},
+        )
+    found = review(["models:/served/1"])
+    assert {node.kind for node in found.graph.nodes.values()} >= {"sft", "dataset", "evaluation"}
+
+
+def test_a_version_without_tags_is_a_sentence(run_lineage: Run) -> None:
+    tracker = Tracker()
+    with tracker.stage("other") as stage:
+        tracker.client.create_registered_model("bare")
+        tracker.client.create_model_version("bare", "file:///nowhere", run_id=stage.run_id)
+    with pytest.raises(LineageError, match="has no tag artifact_digest"):
+        review(["models:/bare/1"])
+
+
+def test_a_registry_that_does_not_answer_is_a_note(
+    run_lineage: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    (tmp_path / "broken.db").write_text("not a database, " * 100)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'broken.db'}")
+    assert main(["show", str(run_lineage.rl)]) == 0
+    done = capsys.readouterr()
+    assert "model versions and what runs recorded are not looked at" in done.err
+    assert "evaluation" in done.out
+    assert main(["show", str(run_lineage.rl), "--no-registry"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["show", CHAMPION, "--no-registry"]) == 1
+
+
+def record_run(artifact: Path) -> None:
+    """Note in MLflow what a stage's run notes of the artifact that it has published."""
+    manifest = read_manifest(artifact)
+    with Tracker().stage(manifest.kind) as stage:
+        stage.set_tags({ARTIFACT_TAG: manifest.digest, MANIFEST_TAG: manifest.own_digest})
+
+
+def test_an_artifact_that_was_lost_and_made_again_is_noted(run_lineage: Run) -> None:
+    edit(run_lineage.dataset, metrics={"seconds": 3.0})  # the same content, another manifest
+    (fault,) = faults_lineage(CHAMPION)
+    assert "or the artifact was made again" in fault
+    record_run(run_lineage.dataset)
+    found = audit(review([CHAMPION]))
+    assert found.faults == ()
+    assert any("was made again after what came of it" in note.text for note in found.notes)
+
+
+def test_an_edit_after_it_was_made_again_is_a_fault(run_lineage: Run) -> None:
+    edit(run_lineage.dataset, metrics={"seconds": 3.0})
+    record_run(run_lineage.dataset)
+    edit(run_lineage.dataset, metrics={"seconds": 4.0})
+    assert any(
+        "its parents, configuration or metrics were edited" in f for f in faults_lineage(CHAMPION)
+    )
+
+
+def test_other_content_is_never_taken_for_made_again(run_lineage: Run) -> None:
+    (run_lineage.dataset / "content.txt").write_text("poison")
+    record_run(run_lineage.dataset)
+    assert any("content.txt differs" in fault for fault in faults_lineage(CHAMPION))
+
+
+def test_without_mlflow_s_word_it_stays_a_fault(
+    run_lineage: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(run_lineage.dataset, metrics={"seconds": 3.0})
+    record_run(run_lineage.dataset)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    assert any(
+        "or the artifact was made again" in fault for fault in faults_lineage(run_lineage.rl)
+    )
+
+
+STORE = "s3://lineage/raw/artifacts"
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[Any]:
+    """A real S3 server in this process, and s3fs's settings to reach it."""
+    import s3fs
+
+    with s3_server() as endpoint, environment(AWS_ENDPOINT_URL=endpoint):
+        yield s3fs.S3FileSystem()
+
+
+@pytest.fixture
+def run_s3(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A run whose artifacts are in the bucket alone."""
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    made = make_run(tmp_path)
+    bucket.mkdir("lineage")
+    bucket.put(str(home() / "artifacts"), "lineage/raw/", recursive=True)
+    shutil.rmtree(home())
+    yield made
+    bucket.rm("lineage", recursive=True)
+
+
+def remote(path: Path) -> str:
+    return f"{STORE}/{path.parent.name}/{path.name}"
+
+
+def test_relatives_are_found_in_the_bucket(run_s3: Run) -> None:
+    found = review([remote(run_s3.rl)], registry=False)
+    assert found.index.roots == (STORE,)
+    assert found.summary == "5 nodes: 1 dataset, 1 evaluation, 1 rl, 1 sft, 1 source"
+    assert {n.uri for n in found.graph.nodes.values() if n.manifest} == {
+        remote(p) for p in (run_s3.dataset, run_s3.sft, run_s3.rl, run_s3.evaluation)
+    }
+    assert not os.path.exists(home())
+
+
+def test_a_store_may_be_any_prefix(run_s3: Run) -> None:
+    found = review([str(run_s3.raw)], ["s3://lineage"], registry=False)
+    assert len(found.graph.nodes) == 5
+    with pytest.raises(LineageError, match=r"no artifact was made from it in s3://lineage/none"):
+        review([str(run_s3.raw)], ["s3://lineage/none"], registry=False)
+
+
+def test_verify_reads_the_bucket_and_not_a_copy(run_s3: Run, bucket: Any, capsys) -> None:
+    assert verify(remote(run_s3.rl)).digest == read_manifest(remote(run_s3.rl)).digest
+    assert main(["verify", remote(run_s3.rl)]) == 0
+    bucket.pipe(f"{remote(run_s3.sft)}/content.txt", b"poisoned")
+    bucket.pipe(f"{remote(run_s3.dataset)}/more.txt", b"")
+    assert main(["verify", remote(run_s3.rl)]) == 1
+    said = capsys.readouterr().err
+    assert "content.txt differs" in said
+    assert "more.txt is in the folder but not in the manifest" in said
+
+
+def test_an_edited_manifest_in_the_bucket(run_s3: Run, bucket: Any, capsys) -> None:
+    where = f"{remote(run_s3.sft)}/manifest.json"
+    bucket.pipe(where, bucket.cat_file(where).replace(b"0.5", b"0.1"))
+    assert main(["verify", remote(run_s3.rl)]) == 1
+    assert "its parents, configuration or metrics were edited" in capsys.readouterr().err
+
+
+def test_a_removed_parent_in_the_bucket(run_s3: Run, bucket: Any, capsys) -> None:
+    bucket.rm(remote(run_s3.sft), recursive=True)
+    assert main(["verify", remote(run_s3.rl)]) == 1
+    assert "sft" in capsys.readouterr().err
+
+
+def test_remote_hashes_equal_local_ones(bucket: Any, run_s3: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "big"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "deep" / "weights.bin").write_bytes(os.urandom(9 << 20))
+    (folder / "empty").write_bytes(b"")
+    bucket.put(str(folder), "lineage/big", recursive=True)
+    found = hash_files("s3://lineage/big")
+    assert found == hash_files(folder)
+    assert found["deep/weights.bin"].sha256 == hash_file(folder / "deep" / "weights.bin")
+
+
+def test_checkpoints_in_the_bucket_lead_to_their_parents(run_s3: Run, capsys) -> None:
+    manifest = read_manifest(remote(run_s3.rl))
+    root = "s3://lineage/checkpoints"
+    write_origin(root, Draft(kind="rl", parents=manifest.parents, config=manifest.config))
+    store = CheckpointStore(root)
+    draft = store.begin(5)
+    draft.state = {"step": 5}
+    folder = store.commit(draft).folder
+    found = review([folder], ["s3://lineage"], registry=False)
+    assert {node.kind for node in found.graph.nodes.values()} == {
+        "checkpoint", "dataset", "evaluation", "rl", "sft", "source",
+    }  # fmt: skip
+    assert main(["verify", folder, "--store", "s3://lineage"]) == 0
+
+
+def test_what_is_not_there_and_who_may_not_read_it_are_sentences(run_s3: Run, capsys) -> None:
+    with pytest.raises(LineageError, match="does not exist; check the address"):
+        hash_files("s3://lineage/none")
+    assert main(["show", "s3://lineage/none"]) == 1
+    assert "has no manifest.json" in capsys.readouterr().err
+    assert main(["show", "s3://nobody/none", "--store", "s3://nobody"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1

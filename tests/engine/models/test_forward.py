@@ -1,25 +1,28 @@
-"""The forward pass gives what plain transformers gives on each unpadded row alone."""
+"""The forward pass and its selection of layers."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_engine import completions_batch, random_completions, response_log_probs, tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.batch import Batch
+from engine.cli.commands.student import main
 from engine.config import LoRAConfig
-from engine.errors import DataError
+from engine.data.tokenizer import load_tokenizer
+from engine.errors import DataError, ModelError
 from engine.kernels.training_ops import recurring_size
-from engine.models import BaseModelView, add_adapters, create_critic_model
+from engine.models import BaseModelView, add_adapters, create_critic_model, load_model
 from engine.models.forward import response_values, token_outputs
 from engine.models.packing import apply_packing, left_align
+from engine.models.small_models import keep_layers
 from engine.models.vocabulary_head import token_statistics
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @torch.no_grad()
@@ -28,6 +31,7 @@ def logits_alone(model: PreTrainedModel, prompt: list[int], response: list[int])
     return logits[len(prompt) - 1 : -1]
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gpt2"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_outputs_equal_each_row_alone(family: str, temperature: float) -> None:
@@ -59,6 +63,7 @@ def test_outputs_equal_each_row_alone(family: str, temperature: float) -> None:
             assert ours[row, n:].eq(0).all()
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_head_with_soft_capping_takes_the_whole_forward() -> None:
     model = tiny_model("qwen2")
     batch = completions_batch(*random_completions(5))
@@ -69,6 +74,7 @@ def test_a_head_with_soft_capping_takes_the_whole_forward() -> None:
     torch.testing.assert_close(whole, plain)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_entropy_has_a_gradient_only_on_request() -> None:
     model, batch = tiny_model("qwen2"), completions_batch(*random_completions(4))
     without = token_outputs(model, batch, 1.0, entropy=True).entropy
@@ -82,6 +88,7 @@ def test_entropy_has_a_gradient_only_on_request() -> None:
     assert max(grads) > 0
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_entries_that_can_t_be_sampled_add_nothing_to_the_readout() -> None:
     """Logits of −inf, as of a padded vocabulary: numbers and gradients are those without them."""
     draw = torch.Generator().manual_seed(3)
@@ -107,6 +114,7 @@ def test_entries_that_can_t_be_sampled_add_nothing_to_the_readout() -> None:
         torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_values_equal_each_row_alone(family: str) -> None:
     critic = create_critic_model(tiny_model(family)).eval()
@@ -122,6 +130,7 @@ def test_values_equal_each_row_alone(family: str) -> None:
     assert values.abs().max() > 0.1
 
 
+@pytest.mark.usefixtures("one_thread")
 @given(rows=st.integers(1, 8), seed=st.integers(0, 10_000))
 def test_left_align_lists_every_response_token_once(rows: int, seed: int) -> None:
     prompts, responses = random_completions(rows, seed)
@@ -145,11 +154,13 @@ def test_left_align_lists_every_response_token_once(rows: int, seed: int) -> Non
         assert seqs.input_ids[row, : len(prompt)].tolist() == prompt
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_a_row_without_a_prompt_is_refused() -> None:
     with pytest.raises(DataError, match=r"row 1 .* empty prompt"):
         left_align(completions_batch([[5], []], [[6], [7]]))
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_gradient_reaches_the_weights_and_padding_doesn_t_matter() -> None:
     model = tiny_model("llama")
     prompts, responses = random_completions(4)
@@ -166,6 +177,7 @@ def test_gradient_reaches_the_weights_and_padding_doesn_t_matter() -> None:
     torch.testing.assert_close(zeros, nines)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
 @pytest.mark.parametrize("plain_head", [True, False])
 def test_packed_rows_give_the_same(family: str, plain_head: bool) -> None:
@@ -211,6 +223,7 @@ def seqs_size(batch: Batch) -> int:
     return left_align(batch).input_ids.numel()
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_packed_rows_give_a_critic_s_values_too() -> None:
     critic = create_critic_model(tiny_model("llama")).eval()
     torch.nn.init.normal_(critic.head.weight, generator=torch.Generator().manual_seed(0))
@@ -224,6 +237,7 @@ def test_packed_rows_give_a_critic_s_values_too() -> None:
     torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_packed_rows_go_with_adapters_and_their_base() -> None:
     model, batch = tiny_model("qwen2"), completions_batch(*random_completions(6))
     with torch.no_grad():
@@ -237,3 +251,48 @@ def test_packed_rows_go_with_adapters_and_their_base() -> None:
         again = response_log_probs(BaseModelView(model), batch, 1.0)
     assert (moved - base).abs().max() > 0.01
     torch.testing.assert_close(again, base, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "qwen3_moe"])
+def test_a_student_computes_what_the_teacher_does_without_the_other_layers(family: str) -> None:
+    teacher = tiny_model(family)
+    student = keep_layers(teacher, (1,))
+    assert student.num_parameters() < teacher.num_parameters()
+    assert student.config.num_hidden_layers == 1
+    assert len(getattr(student.config, "layer_types", None) or "1") == 1
+    layers = next(m for m in teacher.modules() if isinstance(m, nn.ModuleList) and len(m) == 2)
+    ids = torch.tensor([[5, 6, 7, 9]])
+    with torch.no_grad():
+        found = student(ids, use_cache=False).logits
+        assert not torch.equal(found, teacher(ids, use_cache=False).logits)
+        del layers[0]
+        teacher.config.num_hidden_layers = 1
+        torch.testing.assert_close(found, teacher(ids, use_cache=False).logits)
+    with torch.no_grad():
+        next(student.parameters()).zero_()
+    assert next(teacher.parameters()).any(), "weights are copies"
+
+
+@pytest.mark.parametrize("layers", [(), (1, 0), (0, 2), (-1,), (0, 0)])
+def test_layers_that_are_not_there_or_in_no_order(layers: tuple[int, ...]) -> None:
+    with pytest.raises(ModelError, match="of a model of 2: name some of 0 to 1, in ascending"):
+        keep_layers(tiny_model("qwen2"), layers)
+
+
+def test_the_command_writes_a_folder_or_nothing(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "student"
+    assert main([str(tiny_folder), "--layers", "0", "--out", str(out)]) == 0
+    student, teacher = load_model(out), load_model(tiny_folder)
+    assert f"{student.num_parameters():,} parameters of the teacher's" in capsys.readouterr().out
+    assert student.config.num_hidden_layers == 1 < teacher.config.num_hidden_layers
+    text = "2+3?"
+    assert load_tokenizer(out).encode(text) == load_tokenizer(tiny_folder).encode(text)
+
+    assert main([str(tiny_folder), "--layers", "0", "--out", str(out)]) == 1
+    assert "is already there" in capsys.readouterr().err
+    assert main([str(tiny_folder), "--layers", "7", "--out", str(tmp_path / "none")]) == 1
+    assert "layers=7 of a model of" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+    assert [path.name for path in out.parent.iterdir()] == ["student"]

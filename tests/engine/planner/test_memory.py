@@ -1,30 +1,27 @@
-"""The memory estimate against what real tensors take, on one process."""
+"""Memory as it is planned, with roles apart too."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from test_layout_search import GRPO_7B, QWEN_05B, gpus
 from tiny_engine import completions_batch, random_completions
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.config import OptimConfig
+from engine.errors import PlacementError
 from engine.models.forward import token_outputs
 from engine.parallel.layout import Layout, ModelShape
-from engine.planner.memory import (
-    activations,
-    estimate,
-    logits,
-    rank_elements,
-    stage_elements,
-)
+from engine.planner import Cluster, PlacementPlan, explain, search, search_apart
+from engine.planner.layout_search import priced_samplers
+from engine.planner.memory import activations, estimate, logits, rank_elements, stage_elements
 from engine.planner.sizes import Candidate, Workload, sizes
 from engine.runtime.optimizer import Optimizer
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +38,7 @@ def model() -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_gradients_and_moments_are_those_of_the_model(
     model: Qwen2ForCausalLM, dtype: torch.dtype
@@ -66,6 +64,7 @@ def test_weights_gradients_and_moments_are_those_of_the_model(
     assert memory.weights == pytest.approx(sum(p.nbytes for p in model.parameters()), rel=0.02)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_activations_are_about_what_backward_keeps(model: Qwen2ForCausalLM) -> None:
     batch = completions_batch(*random_completions(32, longest_prompt=40, longest_response=40))
     kept: dict[int, int] = {}
@@ -92,6 +91,7 @@ def test_activations_are_about_what_backward_keeps(model: Qwen2ForCausalLM) -> N
     assert 0.8 < layers / real < 1.6
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_shares_and_stages() -> None:
     shape = ModelShape(8, 8, 4, 32, 256, 512, 5000, tied=True)
     parts = sizes(shape)
@@ -102,6 +102,7 @@ def test_shares_and_stages() -> None:
     assert parts.total / 2 < two < parts.total
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_what_each_setting_saves() -> None:
     shape = ModelShape(8, 8, 4, 32, 256, 512, 5000)
     work = Workload(shape, 64, 4, 64, 64, reference=True)
@@ -128,3 +129,105 @@ def test_what_each_setting_saves() -> None:
     shared = estimate(work, Candidate(Layout(tp=4), rollout_tp=4), gpu=True)
     assert shared.rollout == 0
     assert shared.cache < plain.cache * 4
+
+
+AHEAD = replace(GRPO_7B, runs_ahead=True, samplers=1, sampler_bytes=2.0)
+
+
+SMALL = replace(AHEAD, shape=QWEN_05B)
+
+
+def planned(work: Workload, cluster: Cluster, **choices: Any) -> PlacementPlan:
+    return search_apart(work, cluster, search, **choices)
+
+
+def every_split(work: Workload, cluster: Cluster) -> dict[int, float]:
+    """Seconds of a step for each number of GPUs that decode, looked at one by one."""
+    found = {}
+    for count in range(1, cluster.gpus):
+        samplers = priced_samplers(work, cluster, count, 1)
+        assert samplers is not None
+        try:
+            plan = search(replace(work, ahead=samplers), cluster.less_gpus(count))
+        except PlacementError:
+            continue
+        found[count] = plan.chosen.price.total
+    return found
+
+
+@pytest.mark.parametrize("response", [256, 2048, 8192])
+def test_the_split_is_the_best_of_all(response: int) -> None:
+    cluster = gpus(8, 80)
+    work = replace(SMALL, response_length=response)
+    plan = planned(work, cluster)
+    best = min(every_split(work, cluster).values())
+    assert plan.chosen.price.total == pytest.approx(best)
+    chosen = plan.splits[0]
+    assert chosen.price.total == pytest.approx(best)
+    assert chosen.allocation.ranks + chosen.work.ahead.gpus <= 8
+
+
+def test_longer_completions_get_more_gpus() -> None:
+    cluster = gpus(8, 80)
+    taken = [
+        planned(replace(SMALL, response_length=length, passes=passes), cluster)
+        .splits[0]
+        .work.ahead.gpus
+        for length, passes in ((128, 6), (4096, 0))
+    ]
+    assert taken[0] < taken[1]
+
+
+def test_a_step_is_the_slower_of_both_and_says_why() -> None:
+    plan = planned(SMALL, gpus(8, 80))
+    price = plan.chosen.price
+    assert price.total == max(price.trainer, price.ahead)
+    assert price.ahead > 0
+    assert price.rollout == 0
+    said = explain(replace(plan, together=99.0))
+    decode = "decodes" if plan.splits[0].work.ahead.count == 1 else "decode"
+    assert f"{plan.splits[0].work.ahead} {decode} for" in said
+    assert "taking turns on all GPUs (trainer.mode=sync) 99 s" in said
+
+
+def test_samplers_of_vllm_need_their_share_to_hold_weights_and_a_row() -> None:
+    cluster = gpus(8, 80)
+    long = replace(AHEAD, response_length=8192, decode_rows=2048)
+    assert priced_samplers(long, cluster, 1, 1) is None, "all rows at once are too many"
+    assert priced_samplers(replace(long, memory_share=0.5), cluster, 1, 1) is not None
+    small = replace(AHEAD, memory_share=0.15)  # 12 GiB, less than the weights
+    with pytest.raises(PlacementError, match=r"gpu_memory_utilization=0.15 of a GPU is 12.00 GiB"):
+        planned(small, cluster)
+    assert planned(small, cluster, tps=[1, 2, 4]).splits[0].work.ahead.tp > 1
+
+
+def test_a_model_too_large_for_one_gpu_is_decoded_by_several_or_refused() -> None:
+    large = replace(AHEAD, sampler_bytes=12.0)  # 85 GiB of weights
+    with pytest.raises(PlacementError, match=r"only decode .*rollout.vllm.in_process=false"):
+        planned(large, gpus(8, 80))
+    found = planned(large, gpus(8, 80), tps=[1, 2, 4]).splits[0].work.ahead
+    assert found.tp in (2, 4)
+    assert str(found).endswith("GPUs")
+
+
+def test_what_is_set_stays() -> None:
+    found = planned(SMALL, gpus(8, 80), counts=[3], tps=[2]).splits
+    assert [(split.work.ahead.count, split.work.ahead.tp) for split in found] == [(3, 2)]
+
+
+def test_no_room_for_the_trainer_is_told() -> None:
+    with pytest.raises(PlacementError, match="finds no layout that fits on"):
+        planned(replace(AHEAD, decode_rows=32), gpus(2, 40), counts=[1])
+
+
+def test_a_large_cluster_is_split_without_looking_at_every_number() -> None:
+    machines = tuple(replace(gpus(8, 80).machines[0], name=f"m{i}") for i in range(4))
+    asked: list[int] = []
+
+    def counting(work: Workload, cluster: Cluster) -> PlacementPlan:
+        asked.append(cluster.gpus)
+        return search(work, cluster)
+
+    plan = search_apart(SMALL, Cluster(machines), counting)
+    assert plan.chosen.allocation.ranks + plan.splits[0].work.ahead.gpus <= 32
+    assert len(asked) <= 7

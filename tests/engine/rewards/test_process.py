@@ -1,18 +1,22 @@
-"""Rewards in processes of their own: what they do there costs no more than their samples."""
+"""The processes that rewards run in."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 from once import OwnEntries
 
 from engine.errors import ConfigError, RewardError
@@ -20,12 +24,15 @@ from engine.registry import import_plugins
 from engine.rewards import (
     RewardThreads,
     Scores,
+    calls,
     open_reward,
     resolve_reward,
     reward_function,
     score,
 )
-from engine.rewards.calls import RewardProcess
+from engine.rewards.answers import answer_match
+from engine.rewards.calls import RewardPool, RewardProcess, RewardRows
+from engine.rewards.calls import RewardThreads as RewardThreads_runner
 
 MODULE = '''
 import ctypes, os, random, re, subprocess, sys, time
@@ -56,11 +63,15 @@ def draws_or_fails(prompts, completions, **columns):
 async def later(prompts, completions, *, scale: float = 1.0, **columns):
     return {"length": [scale * len(text) for text in completions]}
 '''
+
+
 PLUGIN = """
 from engine.rewards import register_reward
 from rewards_of_a_process import draws, later
 register_reward("later_of_a_plugin", components=("length",))(later)
 """
+
+
 BAD_IMPORT = "import os\nos._exit(4)"
 
 
@@ -283,3 +294,191 @@ def test_the_engines_own_rewards_stay_in_the_process(modules: Path) -> None:
     assert isinstance(open_reward("answer_match"), RewardThreads)
     outside = open_reward("rewards_of_a_process:by_text", isolation="none")
     assert isinstance(outside, RewardThreads)
+
+
+PATTERN = r"(a+)+$|(?P<answer>\d+)"  # a text such as aaaaaaaaaaaaaaaaaaaaaaaaaaaaaab takes ages
+
+
+HANGS = "a" * 60 + "b"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RewardPool]:
+    opened = open_reward(
+        "regular_expression", {"pattern": PATTERN}, processes=2, sample_timeout_s=0.3
+    )
+    assert isinstance(opened, RewardPool)
+    opened.score_all(RewardRows([""], ["1"], {"ground_truth": ["1"]}), 60.0)
+    yield opened
+    opened.close()
+
+
+def test_each_completion_has_its_own_deadline(pool: RewardPool) -> None:
+    texts = ["1", HANGS, "2", HANGS, "3", "4"]
+    columns = {"ground_truth": ["1", "1", "2", "1", "3", "0"]}
+    began = time.monotonic()
+    scores = score(pool, [""] * 6, texts, columns, 30.0, on_error="zero")
+    assert time.monotonic() - began < 10
+    assert [row[0] for row in scores.rows] == [1, 0, 1, 0, 1, 0]
+    assert {row: failure.cause for row, failure in scores.failures.items()} == {
+        1: "deadline",
+        3: "deadline",
+    }
+    assert "'regular_expression' gave no answer for a completion within 0.3 s" in str(
+        scores.failures[1]
+    )
+
+
+def test_the_batchs_deadline_ends_what_waits(pool: RewardPool) -> None:
+    texts = [HANGS] * 40
+    began = time.monotonic()
+    scores = pool.score_all(RewardRows([""] * 40, texts, {"ground_truth": [""] * 40}), 0.5)
+    assert time.monotonic() - began < 5
+    assert len(scores.failures) == 40
+
+
+def test_a_reward_that_raises_keeps_its_process(pool: RewardPool) -> None:
+    broken = open_reward("regular_expression", {"pattern": "("}, processes=1)
+    rows = RewardRows(["", ""], ["1", "2"], {"ground_truth": ["1", "2"]})
+    scores = broken.score_all(rows, 60.0)
+    broken.close()
+    assert [failure.cause for failure in scores.failures.values()] == ["raised", "raised"]
+    assert "is no pattern" in str(scores.failures[0])
+
+
+COLUMNS = {"ground_truth": ["1", "2", "3"]}
+
+
+def run_runner(
+    reward: Any, timeout_s: float = 5.0, columns: dict[str, list[Any]] | None = None
+) -> Any:
+    """One strict call on three completions; their scores."""
+    texts = ["a", "bb", "ccc"]
+    scores = calls.score(
+        RewardThreads_runner(reward), ["p"] * 3, texts, columns or COLUMNS, timeout_s
+    )
+    assert scores.components == ()
+    assert scores.failures == {}
+    return [value for (value,) in scores.rows]
+
+
+def returning(value: Any) -> Any:
+    def reward(prompts: Any, completions: Any, *, ground_truth: Any, **columns: Any) -> Any:
+        return value
+
+    return reward
+
+
+def test_a_plain_function_gets_all_columns() -> None:
+    seen: dict[str, Any] = {}
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        seen.update(columns, prompts=prompts, completions=completions)
+        return [len(text) for text in completions]
+
+    assert run_runner(reward, columns={**COLUMNS, "kind": ["x", "y", "z"]}) == [1.0, 2.0, 3.0]
+    assert seen == {
+        "prompts": ["p"] * 3,
+        "completions": ["a", "bb", "ccc"],
+        "ground_truth": ["1", "2", "3"],
+        "kind": ["x", "y", "z"],
+    }
+
+
+def test_a_coroutine_function_is_awaited() -> None:
+    async def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        lengths = [asyncio.sleep(0.01, len(text)) for text in completions]
+        return list(await asyncio.gather(*lengths))
+
+    assert run_runner(reward) == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    "values", [[1, 0.5, True], np.array([1, 0.5, 1]), torch.tensor([1, 0.5, 1]), (1, 0.5, 1)]
+)
+def test_any_sequence_of_numbers_becomes_floats(values: Any) -> None:
+    scores = run_runner(returning(values))
+    assert scores == [1.0, 0.5, 1.0]
+    assert all(type(score) is float for score in scores)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad row 7"), SystemExit("bad row 7")])
+def test_an_exception_becomes_a_reward_error(error: BaseException) -> None:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        raise error
+
+    with pytest.raises(RewardError, match=f"raised {type(error).__name__}: bad row 7") as caught:
+        run_runner(reward)
+    assert caught.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0, 2.0], "2 values for 3 completions"),
+        ([1.0, float("nan"), 0.0], "nan for completion 1"),
+    ],
+)
+def test_a_wrong_result_is_raised(value: Any, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        run_runner(returning(value))
+
+
+def test_a_rewards_own_timeout_is_not_taken_for_the_deadline() -> None:
+    async def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        raise TimeoutError("the grader's server")
+
+    with pytest.raises(RewardError, match="raised TimeoutError: the grader's server"):
+        run_runner(reward)
+
+
+def test_a_reward_error_is_passed_on_as_it_is() -> None:
+    with pytest.raises(RewardError, match=r"^row 0: ground_truth is 'x'"):
+        run_runner(answer_match, columns={"ground_truth": ["x", "1", "2"]})
+
+
+def test_a_hung_function_ends_at_the_deadline() -> None:
+    release = threading.Event()
+
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        release.wait(30)
+        return [0.0] * 3
+
+    start = time.monotonic()
+    try:
+        with pytest.raises(RewardError, match=r"no answer for 3 completions within 0\.2 s"):
+            run_runner(reward, timeout_s=0.2)
+    finally:
+        release.set()
+    assert time.monotonic() - start < 5
+
+
+def test_a_hung_coroutine_is_cancelled_at_the_deadline() -> None:
+    cancelled = threading.Event()
+
+    async def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        try:
+            await asyncio.sleep(30)
+        finally:
+            cancelled.set()
+        return [0.0] * 3
+
+    with pytest.raises(RewardError, match="no answer for 3 completions"):
+        run_runner(reward, timeout_s=0.2)
+    assert cancelled.wait(5)
+
+
+def test_columns_must_fit_the_completions() -> None:
+    with pytest.raises(RewardError, match="ground_truth has 2 entries for 3 completions"):
+        run_runner(returning([0.0] * 3), columns={"ground_truth": ["1", "2"]})
+    with pytest.raises(RewardError, match="prompts has 1 entries for 3 completions"):
+        calls.score(
+            RewardThreads_runner(returning([0.0] * 3)), ["p"], ["a", "b", "c"], COLUMNS, 1.0
+        )
+
+
+def test_no_completions_need_no_call() -> None:
+    def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
+        return [max(completions)]
+
+    assert calls.score(RewardThreads_runner(reward), [], [], {"ground_truth": []}, 1.0).rows == []

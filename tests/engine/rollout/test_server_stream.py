@@ -1,19 +1,38 @@
-"""The stream over rollout servers: whole completions, each of one version; see `fake_server.py`."""
+"""Streams of a server: episodes, LoRA, training."""
 
 from __future__ import annotations
 
+import string
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
 
+import httpx
+import pandas as pd
 import pytest
-from fake_server import FakeServer, Handler, connect, drop, hang, serving, status
-from rollout_models import build, make_prompts
+import torch
+from fake_server import FakeServer, Handler, connect, drop, hang, serving, status, words
+from rollout_models import VOCABULARY, build, make_prompts, reference_log_probs
+from server_process import vllm_url
 from stream_checks import Found, drain, gather, texts, weights_of, with_n, worst_error, write
+from tiny_engine import arithmetic_rows
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from engine.batch import Batch
+from engine.config import LoRAConfig, RLConfig
+from engine.data.loader import PromptLoader
+from engine.data.tokenizer import ASSISTANT, CHAT_TEMPLATE, END, PAD, USER
 from engine.errors import RolloutError
+from engine.models import adapter_parameters, add_adapters
+from engine.models.quantize import quantize_linears
+from engine.rollout.protocol import SamplingParams
 from engine.rollout.server import ServerEngine
+from engine.trainers.rl import RLTrainer
+from engine.trainers.run_spec import check_lora
 
 PROMPTS = dict(enumerate(make_prompts(6, seed=3)))
 
@@ -149,3 +168,204 @@ def test_bad_requests_are_refused_by_name(engine: ServerEngine, fakes: list[Fake
     stream.submit(0, PROMPTS[0])
     with pytest.raises(RolloutError, match="refused: status 400"):
         drain(stream)
+
+
+def trainer(folder: Path, mode: str, **rollout: Any) -> RLTrainer:
+    turns = {"multi_turn": {"enable": True, "max_turn_length": 6}}
+    turns["agent"] = {"environment": "digit_games:DigitGame", "num_workers": 0}
+    settings = RLConfig.model_validate(
+        {
+            "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
+            "actor": {"optim": {"lr": 5e-3, "warmup_ratio": 0.0}},
+            "rollout": {"n": 4} | turns | rollout,
+            "reward": {"name": "environment"},
+            "trainer": {
+                "total_training_steps": 2,
+                "train_batch_size": 2,
+                "placement": "local",
+                "mode": mode,
+                "threads": 1,
+            },
+        }
+    )
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(8)), 2, seed=0)
+    return RLTrainer(folder, settings, loader, max_response_length=36, max_model_len=60)
+
+
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
+def test_a_server_samples_the_turns(tiny_folder: Path, mode: str) -> None:
+    rows = arithmetic_rows(5)
+    found: dict[str, Batch] = {}
+    batches: list[Batch] = []
+
+    def greedy(name: str, subject: RLTrainer) -> None:
+        subject.on_rollouts = lambda split, step, batch: found.update({name: batch})
+        subject.validate(rows)
+        subject.on_rollouts = lambda split, step, batch: batches.append(batch)
+
+    with trainer(tiny_folder, "sync") as native:
+        greedy("native", native)
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder).eval()
+    with serving(FakeServer(model, context=64)) as fake:
+        server = {"url": fake.url, "weights": "folder", "reload_url": "/reload"}
+        with trainer(tiny_folder, mode, engine="server", server=server) as subject:
+            greedy("server", subject)
+            subject.fit()
+            history = subject.history
+    assert len(history) == 2
+    ours, theirs = found["server"], found["native"]
+    for name in ("input_ids", "response_mask", "environment_rewards"):
+        assert torch.equal(ours[name], theirs[name]), name
+    for step, batch in enumerate(batches):
+        assert history[step]["episode/turns_mean"] == 3
+        kept = batch["response_mask"].bool()
+        fresh = kept & (batch["token_versions"] == step)
+        assert bool(fresh.any()) or mode == "async"
+        torch.testing.assert_close(
+            batch["old_log_probs"][fresh], batch["rollout_log_probs"][fresh], atol=1e-4, rtol=1e-4
+        )
+        assert step - int(batch["token_versions"][kept].min()) <= 1
+
+
+@pytest.mark.parametrize("quantize", ["", "int8"])
+def test_the_server_serves_base_and_adapters_as_one(tmp_path: Path, quantize: str) -> None:
+    tokenizer = words(tmp_path / "tokenizer", VOCABULARY)
+    model: Any = build("llama")
+    if quantize:
+        quantize_linears(model, quantize)
+    add_adapters(model, LoRAConfig(rank=4, alpha=8.0), seed=1)
+    prompts = make_prompts(3, seed=3)
+    with serving(FakeServer(build("llama"), tokenizer)) as fake:
+        settings = {"api": "tgi", "version_url": "/info", "tokenizer": str(tmp_path / "tokenizer")}
+        engine = connect(fake, model, **settings)
+        for version in (1, 2):
+            _step(model, version)
+            engine.update_weights(model, version)
+            done = engine.generate(prompts, SamplingParams(n=2, max_new_tokens=6, seed=2))
+            assert {one.policy_version for one in done} == {version}
+            for one in done:
+                expected = reference_log_probs(model, prompts[one.prompt_index], one.token_ids)
+                assert torch.allclose(torch.tensor(one.log_probs), expected, atol=1e-3)
+        engine.close()
+
+
+@torch.no_grad()
+def _step(model: Any, seed: int) -> None:
+    """What stands for a step that trains adapters alone."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapter_parameters(model).values():
+        parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def test_a_run_with_adapters_may_sample_from_a_server() -> None:
+    server = {"engine": "server", "server": {"url": "http://127.0.0.1:1"}}
+    check_lora(LoRAConfig(rank=4), RLConfig.model_validate({"rollout": server}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of the session's server, with one token a character."""
+    path = tmp_path_factory.mktemp("policy")
+    characters = string.printable[: VOCABULARY - 5]
+    vocabulary = {word: i for i, word in enumerate([PAD, END, USER, ASSISTANT, "?", *characters])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(path)
+    build("qwen2").save_pretrained(path)  # type: ignore[operator]
+    return path
+
+
+EPISODES = {
+    "multi_turn": {"enable": True, "max_turn_length": 6},
+    "agent": {"environment": "digit_games:DigitGame", "num_workers": 0},
+}
+
+
+def trainer_training(folder: Path, mode: str, length: int = 6, **rollout: Any) -> RLTrainer:
+    share = {"name": "tiny_engine:digit_share", "isolation": "none"}
+    settings = RLConfig.model_validate(
+        {
+            "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"rollout_is": "token"}},
+            "actor": {"optim": {"lr": 5e-3, "warmup_ratio": 0.0}},
+            "rollout": {"n": 4} | rollout,
+            "reward": {"name": "environment"} if "multi_turn" in rollout else share,
+            "trainer": {
+                "total_training_steps": 3,
+                "train_batch_size": 4,
+                "placement": "local",
+                "mode": mode,
+                "threads": 1,
+            },
+        }
+    )
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, seed=0)
+    return RLTrainer(
+        folder, settings, loader, max_response_length=length, max_model_len=64, dtype="float32"
+    )
+
+
+def version_served() -> str:
+    """Such as "v3"."""
+    said: str = httpx.get(f"{vllm_url()}/weight_info").json()["weight_version"]
+    return said.split("-")[1]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+def test_each_step_samples_from_the_server_with_its_weights(folder: Path, mode: str) -> None:
+    rows = arithmetic_rows(6)
+    with trainer_training(folder, "sync") as native:
+        expected = native.validate(rows)
+    served: list[str] = []
+    with trainer_training(folder, mode, engine="server", server={"url": vllm_url()}) as subject:
+        assert subject.validate(rows) == expected, "greedy completions don't depend on the engine"
+        subject.on_step = lambda step, total, metrics: served.append(version_served())
+        subject.fit()
+        history = subject.history
+        subject.validate(rows)
+    if mode == "sync":
+        assert served == ["v0", "v1", "v2"]
+        assert version_served() == "v3", "validation is of the last weights"
+    else:  # a step's completions are drawn during the one before
+        assert served[-1] == "v1"
+    for step, row in enumerate(history):
+        assert row["staleness/max"] == (0.0 if mode == "sync" or step == 0 else 1.0)
+        distance = row["rollout_corr/log_ppl_abs_diff"]  # of the trainer's from the sampler's
+        assert (distance < 1e-5) == (row["staleness/max"] == 0.0), distance
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_server_samples_the_turns_of_episodes(folder: Path, mode: str) -> None:
+    rows, found, batches = arithmetic_rows(6), list[Batch](), list[Batch]()
+    for kind, more in (("sync", {}), (mode, {"engine": "server", "server": {"url": vllm_url()}})):
+        with trainer_training(folder, kind, 48, **EPISODES, **more) as subject:
+            subject.on_rollouts = lambda split, step, batch: found.append(batch)
+            subject.validate(rows)
+            if more:
+                subject.on_rollouts = lambda split, step, batch: batches.append(batch)
+                subject.fit()
+                history = subject.history
+    theirs, ours = found
+    for name in ("input_ids", "response_mask", "environment_rewards"):
+        assert torch.equal(ours[name], theirs[name]), name
+    assert len(batches) == 3
+    for step, batch in enumerate(batches):
+        assert history[step]["episode/turns_mean"] == 3
+        assert history[step]["episode/end_done"] == 1
+        kept = batch["response_mask"].bool()
+        fresh = kept & (batch["token_versions"] == step)
+        assert bool(fresh.any()) or mode == "async"
+        torch.testing.assert_close(
+            batch["old_log_probs"][fresh], batch["rollout_log_probs"][fresh], atol=1e-4, rtol=1e-4
+        )
+        assert 0 <= step - int(batch["token_versions"][kept].min()) <= 1

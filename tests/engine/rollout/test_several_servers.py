@@ -1,4 +1,4 @@
-"""Several rollout servers: load, deaths, restarts, weights; see `fake_server.py`."""
+"""Several servers, and training on them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,29 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from fake_server import FakeServer, Handler, connect, drop, hang, serving, status
 from rollout_models import build, make_prompts, reference_log_probs, train
 from server_process import free_port
+from tiny_engine import arithmetic_rows
 from torch import nn
 
-from engine.errors import ConfigError, RolloutError
+from engine.config import RLConfig
+from engine.data.loader import PromptLoader
+from engine.errors import ConfigError, EngineError, RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.server import ServerEngine, weights
 from engine.rollout.server.weights import FixedPolicy
+from engine.trainers.rl import RLTrainer
 
 PROMPTS = make_prompts(6, seed=3)
+
+
 PARAMS = SamplingParams(n=2, max_new_tokens=6, seed=5)
+
+
 LOG = "engine.rollout.server.servers"
 
 
@@ -250,3 +259,97 @@ def test_addresses_that_make_no_sense_are_refused(options: dict[str, Any], messa
     own = {"weights": "folder", "reload_url": "/reload"}
     with pytest.raises(ConfigError, match=message):
         ServerEngine(build("qwen2"), **own | options)
+
+
+@pytest.fixture
+def fakes_training() -> Iterator[list[FakeServer]]:
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(serving(FakeServer(build("qwen2"), context=64))) for _ in range(2)
+        ]
+
+
+def trainer(folder: Path, fakes_training: list[FakeServer], mode: str, **changes: Any) -> RLTrainer:
+    server = {
+        "urls": [fake.url for fake in fakes_training],
+        "weights": "folder",
+        "reload_url": "/reload",
+        "backoff_s": 0.01,
+        "max_retries": 1,
+        "timeout_s": 60.0,
+    }
+    settings = RLConfig.model_validate(
+        {
+            "actor": {"optim": {"lr": 5e-3, "warmup_ratio": 0.0}},
+            "rollout": {"n": 4, "engine": "server", "server": server} | changes,
+            "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
+            "trainer": {
+                "total_training_steps": 6,
+                "train_batch_size": 4,
+                "placement": "local",
+                "mode": mode,
+                "threads": 1,
+            }
+            | ({"max_rollout_restarts": 0} if mode == "async" else {}),
+        }
+    )
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, seed=0)
+    return RLTrainer(
+        folder, settings, loader, max_response_length=6, max_model_len=64, dtype="float32"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
+def test_a_server_that_dies_and_comes_back_costs_no_step(
+    tiny_folder: Path, fakes_training: list[FakeServer], mode: str
+) -> None:
+    counts: list[int] = []
+    with trainer(tiny_folder, fakes_training, mode) as subject:
+
+        def on_step(step: int, total: int, metrics: dict[str, float]) -> None:
+            counts.append(fakes_training[1].count("/v1/completions"))
+            if step == 2:  # it takes no weights and answers nothing
+                fakes_training[1].always, fakes_training[1].reload_fault = drop, drop
+            if step == 4:
+                fakes_training[1].always = fakes_training[1].reload_fault = None
+
+        subject.on_step = on_step
+        subject.fit()
+        history = subject.history
+    assert len(history) == 6
+    for row in history:
+        assert row["staleness/max"] <= (0.0 if mode == "sync" else 1.0)
+        if mode != "sync" and row["staleness/max"] == 0.0:
+            assert row["rollout_corr/log_ppl_abs_diff"] < 1e-4
+    assert counts[1] > 0, "it was asked before"
+    assert fakes_training[1].count("/v1/completions") > counts[3], "and after"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_when_all_servers_die_the_run_ends_with_one_error(
+    tiny_folder: Path, fakes_training: list[FakeServer], mode: str
+) -> None:
+    with trainer(tiny_folder, fakes_training, mode) as subject:
+
+        def on_step(step: int, total: int, metrics: dict[str, float]) -> None:
+            for fake in fakes_training:
+                fake.always = status(503, "out of memory")
+
+        subject.on_step = on_step
+        with pytest.raises(EngineError, match=r"none of 2 rollout servers.*out of memory"):
+            subject.fit()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_parts_of_a_rollout_come_from_servers_too(
+    tiny_folder: Path, fakes_training: list[FakeServer]
+) -> None:
+    with trainer(tiny_folder, fakes_training, "sync", parts=2) as subject:
+        subject.fit(num_steps=2)
+        assert [row["staleness/max"] for row in subject.history] == [0.0, 0.0]
+    assert all(fake.count("/v1/completions") > 3 for fake in fakes_training)

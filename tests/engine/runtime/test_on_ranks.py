@@ -1,8 +1,12 @@
-"""`HybridActor` on many gloo ranks: what one rank generates and learns, in any layout."""
+"""A policy on ranks, under torchrun too."""
 
 from __future__ import annotations
 
 import functools
+import os
+import re
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -89,6 +93,8 @@ CASES: list[tuple[int, dict[str, Any], bool]] = [
     (2, {"fsdp_size": 2, "rollout_tp_size": 1}, False),
     (4, {"train_tp_size": 2, "fsdp_size": 2}, False),
 ]
+
+
 MORE: list[tuple[int, dict[str, Any], bool]] = [
     (4, {"fsdp_sharding": "HYBRID_SHARD", "fsdp_size": 2, "rollout_tp_size": 1}, False),
     (2, {"train_tp_size": 2, "rollout_tp_size": 1}, False),
@@ -263,3 +269,45 @@ def test_what_the_first_rank_can_t_write_is_an_error_of_all(tmp_path: Path) -> N
     found = run_ranks(2, saved_over_a_file, str(file), {"fsdp_size": 2})
     assert found == [said, f"rank 0 of 2: {said}"]
     assert file.read_text() == "mine"
+
+
+ROOT = Path(__file__).parents[3]
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def documented_program(folder: Path, saved: Path) -> str:
+    text = (ROOT / "docs" / "hybrid-actor.md").read_text()
+    (program,) = re.findall(r"```python\n(# train\.py\n.*?)```", text, flags=re.DOTALL)
+    assert "path/to/model" in program
+    assert "/tmp/hybrid-actor" in program
+    return str(
+        program.replace("path/to/model", str(folder)).replace("/tmp/hybrid-actor", str(saved))
+    )
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout  # the lines of two ranks may mix
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_documented_program_learns(tiny_folder: Path, tmp_path: Path, ranks: int) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(documented_program(tiny_folder, tmp_path / "saved"))
+    said = run(str(program)) if ranks == 1 else run(*TORCHRUN, str(ranks), str(program))
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", said)]
+    assert len(losses) == 3 * ranks
+    assert min(losses[-ranks:]) < losses[0]
+    assert (tmp_path / "saved" / "model.safetensors").is_file()

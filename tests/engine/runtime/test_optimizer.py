@@ -1,17 +1,33 @@
-"""The optimizer: schedules by hand, clipping, and a step that refuses nonsense."""
+"""The optimizer and its master weights."""
 
 from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from tiny_engine import response_log_probs, tiny_model, training_batch
+from torch import Tensor, nn
 
+from engine import HybridActor
+from engine.checkpoint.format import RankState
 from engine.config import OptimConfig
-from engine.errors import EngineError
-from engine.runtime.optimizer import Optimizer, learning_rate_factor
+from engine.errors import CheckpointError, DivergedError, EngineError
+from engine.parallel.layout import Layout
+from engine.parallel.process_groups import Ranks
+from engine.rollout.protocol import SamplingParams
+from engine.runtime.optimizer import (
+    GROWTH_INTERVAL,
+    MASTER,
+    LossScale,
+    Optimizer,
+    learning_rate_factor,
+)
+from engine.runtime.policy_runtime import PolicyRuntime
+from engine.runtime.rollout_weights import SharedWeights
+from engine.runtime.train_state import ShardedTrainState
 
 
 def config(**changes: object) -> OptimConfig:
@@ -167,3 +183,205 @@ def test_settings_of_another_rule_or_schedule_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             config(**changes)
+
+
+def config_master(**changes: object) -> OptimConfig:
+    values = {"lr": 1e-6, "warmup_ratio": 0.0, "weight_decay": 0.0, "schedule": "constant"}
+    return OptimConfig.model_validate(values | changes)
+
+
+def linear(dtype: torch.dtype, value: float = 0.02) -> nn.Linear:
+    model = nn.Linear(4, 3, bias=False, dtype=dtype)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def descend(model: nn.Module, optimizer: Optimizer, count: int) -> None:
+    dtype = next(model.parameters()).dtype
+    for _ in range(count):
+        model(torch.ones(1, 4, dtype=dtype)).float().sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("offload", [False, True])
+def test_updates_of_a_millionth_are_not_lost(offload: bool) -> None:
+    """Weights of 0.02 in bfloat16 are 1.2e-4 apart: a step of 1e-6 alone changes none."""
+    model, exact = linear(torch.bfloat16), linear(torch.float32)
+    exact.weight.data.copy_(model.weight)  # as rounded
+    start = model.weight.detach().clone()
+    optimizer = Optimizer(model, config_master(), 1000, offload=offload)
+    descend(model, optimizer, 10)
+    assert torch.equal(model.weight, start)  # not yet
+    descend(model, optimizer, 190)
+    descend(exact, Optimizer(exact, config_master(), 1000), 200)
+    assert not torch.equal(model.weight, start)
+    assert torch.equal(model.weight, exact.weight.to(torch.bfloat16))
+    [state] = optimizer.state_dict()["moments"].values()
+    assert torch.equal(state[MASTER], exact.weight)
+    assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_gradients_of_micro_batches_are_added_in_float32() -> None:
+    model = linear(torch.bfloat16)
+    Optimizer(model, config_master(), 10)
+    for size in (1.0, 2.0**-10, 2.0**-10):  # each is lost beside 1 in bfloat16
+        (model(torch.ones(1, 4, dtype=torch.bfloat16)).sum() * size).backward()
+    assert model.weight.grad is not None
+    assert torch.equal(model.weight.grad, torch.full((3, 4), 1 + 2.0**-9))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_rollout_decodes_with_the_storage_that_the_optimizer_writes() -> None:
+    model = tiny_model("qwen2").to(torch.bfloat16)
+    runtime = PolicyRuntime(model, device=model.device)
+    runtime.init_rollout("native", SharedWeights(model), {"max_num_seqs": 4, "seed": 0})
+    state = ShardedTrainState(runtime.sharded, config_master(lr=0.05), 10, seed=0)
+    params, at = SamplingParams(max_new_tokens=6, temperature=0.0), _addresses(model)
+    [before] = runtime.engine.generate([[5, 6, 7]], params)
+    response_log_probs(model, training_batch(4), 1.0).sum().neg().backward()
+    state.optimizer.step()
+    runtime.version += 1
+    runtime.sync_weights()
+    [after] = runtime.engine.generate([[5, 6, 7]], params)
+    assert _addresses(model) == at
+    assert before.log_probs != after.log_probs
+    logits = model(input_ids=torch.tensor([[5, 6, 7, *after.token_ids]])).logits[0, 2:-1].float()
+    own = logits.log_softmax(-1).gather(1, torch.tensor(after.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(after.log_probs), own, rtol=0, atol=0.06)
+
+
+def _addresses(model: nn.Module) -> dict[str, int]:
+    return {name: p.data_ptr() for name, p in model.named_parameters()}
+
+
+def training(dtype: torch.dtype, **changes: object) -> tuple[nn.Module, ShardedTrainState]:
+    model = tiny_model("qwen2").to(dtype)
+    runtime = PolicyRuntime(model, Ranks(Layout()))
+    return model, ShardedTrainState(runtime.sharded, config_master(lr=1e-5, **changes), 10, seed=0)
+
+
+def train(model: nn.Module, state: ShardedTrainState, steps: range) -> None:
+    for step in steps:
+        scale = state.optimizer.loss_scale
+        loss = -response_log_probs(model, training_batch(4, seed=step), 1.0).mean()
+        (loss if scale is None else loss * scale.value).backward()
+        state.optimizer.step()
+
+
+def saved(state: ShardedTrainState) -> RankState:
+    return RankState.of(copy.deepcopy(state.state_dict()))
+
+
+def masters(state: ShardedTrainState) -> dict[str, Tensor]:
+    return masters_of(state.optimizer)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_resumed_run_has_the_same_masters_bit_for_bit(dtype: torch.dtype) -> None:
+    model, whole = training(dtype)
+    train(model, whole, range(2))
+    middle = saved(whole)
+    train(model, whole, range(2, 4))
+    other, resumed = training(dtype)
+    resumed.load(middle, [middle])
+    train(other, resumed, range(2, 4))
+    ours, theirs = masters(whole), masters(resumed)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any(not torch.equal(ours[name], ours[name].to(dtype).float()) for name in ours)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_run_goes_on_in_another_dtype() -> None:
+    model, state = training(torch.bfloat16)
+    train(model, state, range(2))
+    wide, resumed = training(torch.float32)
+    resumed.load(saved(state), [saved(state)])
+    for name, parameter in wide.named_parameters():
+        assert torch.equal(parameter, masters(state)[name])
+    train(wide, resumed, range(2, 3))
+    narrow, again = training(torch.bfloat16)
+    again.load(saved(resumed), [saved(resumed)])
+    for name, parameter in narrow.named_parameters():
+        exact = wide.get_parameter(name)
+        assert torch.equal(masters(again)[name], exact)
+        assert torch.equal(parameter, exact.to(torch.bfloat16))
+    train(narrow, again, range(3, 4))
+    other = RankState.of({"boxes": {}, "model": {}, "moments": {}})
+    with pytest.raises(CheckpointError, match="another model"):
+        again.load(other, [other])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_float16_skips_what_overflows_and_halves_the_scale() -> None:
+    model, state = training(torch.float16)
+    optimizer, scale = state.optimizer, state.optimizer.loss_scale
+    assert scale is not None
+    train(model, state, range(1))
+    before, kept = [p.detach().clone() for p in model.parameters()], saved(state)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf, dtype=torch.float32)
+    value = scale.value
+    assert optimizer.step() == torch.inf
+    assert scale.value == value / 2
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    changed = saved(state)
+    assert changed.get("optimizer")["updates"] == kept.get("optimizer")["updates"]
+    _, resumed = training(torch.float16)
+    resumed.load(changed, [changed])
+    assert resumed.optimizer.loss_scale is not None
+    assert resumed.optimizer.loss_scale.value == value / 2
+    scale.value = 1.0
+    optimizer.zero_gradients()
+    optimizer.parameters[0].grad.fill_(torch.nan)  # type: ignore[union-attr]
+    with pytest.raises(DivergedError, match="diverged"):
+        optimizer.step()
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_scale_cancels_out_of_the_update() -> None:
+    model, exact = linear(torch.float16), linear(torch.float32)
+    exact.weight.data.copy_(model.weight)
+    optimizer = Optimizer(model, config_master(lr=1e-3), 10)
+    assert optimizer.loss_scale is not None
+    tiny = 2.0**-30  # below what float16 holds
+    (model(torch.ones(1, 4).half()).float().sum() * tiny * optimizer.loss_scale.value).backward()
+    (exact(torch.ones(1, 4)).sum() * tiny).backward()
+    assert optimizer.step() == pytest.approx(Optimizer(exact, config_master(lr=1e-3), 10).step())
+    assert torch.equal(model.weight, exact.weight.half())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_scale_grows_again() -> None:
+    scale = LossScale()
+    assert scale.back_off()
+    for _ in range(GROWTH_INTERVAL - 1):
+        scale.grow()
+    assert scale.value == 2.0**15
+    scale.grow()
+    assert scale.value == 2.0**16
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_training_script_has_masters_too() -> None:
+    actor = HybridActor(tiny_model("qwen2").to(torch.bfloat16))
+    optimizer = Optimizer(actor, config_master(lr=1e-6), 10)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    before = masters_of(optimizer)
+    for _ in range(2):
+        actor(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    after = masters_of(optimizer)
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    for name, parameter in actor.named_parameters():
+        assert torch.equal(parameter, after[name].to(torch.bfloat16))
+
+
+def masters_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    moments: dict[str, dict[str, Any]] = optimizer.state_dict()["moments"]
+    return {name: values[MASTER].clone() for name, values in moments.items()}

@@ -1,14 +1,18 @@
-"""The policy runtime: one type for workers and `HybridActor`, whose version counts updates."""
+"""The policy runtime, over vLLM too."""
 
 from __future__ import annotations
 
+import copy
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
+from hybrid_cases import prompts, step
 from tiny_engine import save_family, tiny_model, training_batch
+from transformers import Qwen2ForCausalLM
 
-from engine import HybridActor
+from engine import HybridActor, measure_switch_overhead
 from engine.config import ActorConfig
 from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams
@@ -18,7 +22,11 @@ from engine.workers.actor import ActorWorker
 from engine.workers.role import WorkerContext
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 PROMPT = [5, 6, 7]
+
+
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 
 
@@ -69,3 +77,24 @@ def test_rollout_after_an_update_samples_with_the_new_weights(worker: ActorWorke
 def test_a_policy_without_rollout_has_no_engine() -> None:
     with pytest.raises(RolloutError, match="call init_rollout first"):
         PolicyRuntime(tiny_model("qwen2")).engine  # noqa: B018
+
+
+def test_with_vllm_steps_are_seen_and_the_switch_copies_nothing() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    torch.manual_seed(0)
+    shape = copy.deepcopy(tiny_model("qwen2").config)
+    shape.update({"hidden_size": 128, "head_dim": 32})  # vLLM has no attention for small heads
+    options = {"max_num_seqs": 8, "max_model_len": 64, "kv_cache_memory_mb": 32}
+    policy = Qwen2ForCausalLM(shape)
+    actor = HybridActor(policy, rollout_engine="vllm", rollout_options=options)
+    try:
+        for version, fused in enumerate([False, True]):
+            found = actor.generate(**prompts(), max_new_tokens=8)
+            assert torch.equal(found, policy.generate(**prompts(), max_new_tokens=8))
+            assert actor.policy_version == version
+            step(actor, fused)
+        cost = measure_switch_overhead(actor, "rollout", repeats=3)
+        assert cost["mem_increase_mb"] <= 0.01 * sum(p.nbytes for p in policy.parameters()) / 1e6
+    finally:
+        actor.close()

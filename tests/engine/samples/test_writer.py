@@ -1,24 +1,38 @@
-"""Samples while a run goes on: which steps, resumption, and disks and stores that refuse."""
+"""Samples, their files and writer."""
 
 from __future__ import annotations
 
 import errno
 import json
 import logging
+import math
 import re
+import resource
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
+import torch
 from s3_server import s3_bucket
 from step_batches import step_batch, tokenizer
 
+from engine.batch import Batch
+from engine.errors import DataError, StorageError
 from engine.samples import writer
-from engine.samples.sample_files import PAGE, SampleFolder, SampleName, copy_samples, find_samples
-from engine.samples.writer import RolloutLog
+from engine.samples.sample_files import (
+    PAGE,
+    SCHEMA,
+    SampleFolder,
+    SampleName,
+    as_bytes,
+    copy_samples,
+    find_samples,
+)
+from engine.samples.writer import RolloutLog, TokenTexts, as_table, pick, prompt_text
 
 STEPS = 25
 
@@ -62,7 +76,11 @@ def page_steps(folder: Path) -> list[tuple[str, int]]:
 
 
 EXPECTED = ["train_000001", "train_000010", "train_000020", "train_000025"]
+
+
 EXPECTED += ["validation_000010", "validation_000020"]
+
+
 EXPECTED_FILES = [PAGE, *(f"{name}.parquet" for name in EXPECTED)]
 
 
@@ -197,3 +215,165 @@ def test_samples_in_a_bucket_are_resumed_and_copied_as_on_a_disk(tmp_path: Path)
     assert files(tmp_path / "rollouts") == EXPECTED_FILES
     assert recorded_steps(tmp_path / "rollouts") == list(range(1, STEPS + 1))
     assert ("train", 25) in page_steps(tmp_path / "rollouts")
+
+
+GROUPS = {f"{i}+{i}=": [f"{i}", f"{2 * i}", f"the answer is {2 * i}"] for i in range(6)}
+
+
+REWARDS = [i / 18 for i in range(18)]
+
+
+def prompts(batch: Batch) -> list[str]:
+    return [messages[-1]["content"] for messages in batch.columns["prompt"]]
+
+
+def test_groups_stay_whole_and_a_prompt_that_comes_again_is_taken_again() -> None:
+    first = pick(step_batch(GROUPS, REWARDS), 1, "train", 6).rows
+    assert len(first) == 6
+    chosen = set(prompts(first))
+    assert sorted(prompts(first)) == sorted(list(chosen) * 3)
+    backwards = dict(reversed(GROUPS.items()))
+    again = pick(step_batch(backwards, REWARDS), 7, "train", 6).rows
+    assert set(prompts(again)) == chosen
+    assert len(pick(step_batch(GROUPS, REWARDS), 1, "train", 4).rows) == 4
+    assert len(pick(step_batch(GROUPS, REWARDS), 1, "train", 100).rows) == 18
+
+
+def test_a_sample_is_a_copy_that_draws_no_random_numbers() -> None:
+    batch = step_batch(GROUPS, REWARDS)
+    before = torch.get_rng_state()
+    sample = pick(batch, 1, "train", 3)
+    assert torch.equal(before, torch.get_rng_state())
+    kept = sample.rows["advantages"].clone()
+    batch["advantages"].zero_()
+    assert torch.equal(sample.rows["advantages"], kept)
+
+
+def test_a_row_has_what_each_of_its_tokens_was_given() -> None:
+    batch = step_batch({"2+2=": ["4", "the answer is 4"]}, [1.0, 0.0])
+    first, second = as_table(pick(batch, 20, "train", 9), TokenTexts(tokenizer())).to_pylist()
+    assert (first["step"], first["split"], first["policy_version"]) == (20, "train", 3)
+    assert (first["prompt"], first["ground_truth"], first["data_source"]) == ("2+2=", "0", "sums")
+    assert (first["completion"], first["tokens"]) == ("4", ["4"])
+    assert (first["reward"], first["shaped_reward"], first["correct"]) == (1.0, 0.75, True)
+    assert (first["reward.answer"], first["reward.brevity"]) == (1.0, 0.0)
+    assert second["correct"] is False
+    assert second["has_format"] is None, "this reward knows no format"
+    assert "".join(second["tokens"]) == "the answer is 4"
+    count = len(second["tokens"])
+    assert count > 1
+    assert second["advantages"] == [-0.5] * count
+    assert second["rollout_log_probs"] == pytest.approx([-0.1 * (i + 1) for i in range(count)])
+    assert second["old_log_probs"] == pytest.approx([-0.1 * (i + 1) + 0.01 for i in range(count)])
+    assert second["ref_log_probs"] is None
+    assert second["values"] is None
+
+
+def test_every_sample_has_the_same_columns() -> None:
+    rich = as_table(pick(step_batch({"a": ["b"]}, [1.0]), 1, "train", 9), TokenTexts(tokenizer()))
+    batch = step_batch({"a": ["b"]}, [1.0], components=False)
+    plain = Batch(
+        {k: v for k, v in batch.as_dict().items() if k not in ("advantages", "old_log_probs")},
+        {k: v for k, v in batch.columns.items() if k not in ("ground_truth", "data_source")},
+    )
+    poor = as_table(pick(plain, 0, "validation", 9), TokenTexts(tokenizer()))
+    assert poor.schema.equals(SCHEMA)
+    assert rich.select(SCHEMA.names).schema.equals(SCHEMA)
+    assert poor.to_pylist()[0]["ground_truth"] == ""
+
+
+def test_texts_that_utf_8_lacks_are_replaced() -> None:
+    batch = step_batch({"a": ["b", "c"]}, [1.0, 0.0])
+    odd = {"completion": ["half \ud83d", "\0"], "ground_truth": [{"x": ["\udc00", 1]}, None]}
+    rows = as_table(pick(batch | Batch({}, odd), 1, "train", 9), TokenTexts(tokenizer()))
+    first, second = rows.to_pylist()
+    assert first["completion"] == "half ?"
+    assert first["ground_truth"] == '{"x": ["?", 1]}'
+    assert (second["completion"], second["ground_truth"]) == ("\0", "")
+
+
+def test_chats_name_their_roles() -> None:
+    assert prompt_text([{"role": "user", "content": "2+2="}]) == "2+2="
+    chat = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2+2="}]
+    assert prompt_text(chat) == "[system]\nBe short.\n\n[user]\n2+2="
+
+
+FIRST, TENTH, VALIDATED = (
+    SampleName(1, "train"),
+    SampleName(10, "train"),
+    SampleName(10, "validation"),
+)
+
+
+def content(name: SampleName, *metrics: dict[str, float]) -> bytes:
+    sample = pick(step_batch({"2+2=": ["4"]}, [1.0]), name.step, name.split, 9)
+    return as_bytes(as_table(sample, TokenTexts(tokenizer())), metrics)
+
+
+def write(folder: Path, *names: SampleName) -> SampleFolder:
+    samples = SampleFolder(folder)
+    for name in names:
+        samples.write_bytes(name.file, content(name))
+    return samples
+
+
+def test_a_sample_and_its_metrics_come_back(tmp_path: Path) -> None:
+    folder = SampleFolder(tmp_path / "new" / "folder")
+    rows = [{"step": 1.0, "reward/mean": 0.5, "actor/kl": math.nan}, {"step": 2.0}]
+    folder.write_bytes(FIRST.file, content(FIRST, *rows))
+    table, metrics = folder.read(FIRST)
+    assert table.to_pylist()[0]["completion"] == "4"
+    assert metrics == [{"step": 1.0, "reward/mean": 0.5}, {"step": 2.0}]
+    frame = pd.read_parquet(tmp_path / "new" / "folder" / FIRST.file)  # as anybody reads it
+    assert list(frame["tokens"][0]) == ["4"]
+
+
+def test_samples_are_listed_by_step(tmp_path: Path) -> None:
+    folder = write(tmp_path, VALIDATED, TENTH, FIRST)
+    (tmp_path / "metrics.parquet").write_bytes(b"")
+    (tmp_path / ".train_000011.parquet.77").write_bytes(b"")  # of a process that was killed
+    assert folder.names() == [FIRST, TENTH, VALIDATED]
+    folder.remove(TENTH)
+    folder.remove(TENTH)
+    assert folder.names() == [FIRST, VALIDATED]
+    assert SampleFolder(tmp_path / "nowhere").names() == []
+
+
+def test_a_run_s_folder_leads_to_its_samples(tmp_path: Path) -> None:
+    write(tmp_path / "rollouts", FIRST)
+    assert find_samples(tmp_path).uri == find_samples(tmp_path / "rollouts").uri
+    with pytest.raises(DataError, match=r"no samples of rollouts.*trainer\.log_rollouts_freq"):
+        find_samples(tmp_path / "nowhere")
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path, FIRST)
+    (tmp_path / FIRST.file).write_bytes(b"PAR1 and no more")
+    with pytest.raises(DataError, match=r"train_000001\.parquet is no readable sample"):
+        folder.read(FIRST)
+
+
+def test_copies_stop_at_a_step_or_take_the_page_too(tmp_path: Path) -> None:
+    write(tmp_path / "old", FIRST, TENTH).write_bytes(PAGE, b"<page>")
+    copy_samples(tmp_path / "old", tmp_path / "part", up_to=5)
+    assert [path.name for path in (tmp_path / "part").iterdir()] == [FIRST.file]
+    copy_samples(tmp_path / "old", tmp_path / "all")
+    assert {path.name for path in (tmp_path / "all").iterdir()} == {FIRST.file, TENTH.file, PAGE}
+    copy_samples(tmp_path / "nowhere", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_refused_write_is_one_sentence_and_leaves_the_file_before(tmp_path: Path) -> None:
+    folder = write(tmp_path, FIRST)
+    before = (tmp_path / FIRST.file).read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(
+            StorageError, match=r"can't write .*train_000001\.parquet: File too large"
+        ):
+            folder.write_bytes(FIRST.file, bytes(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == [FIRST.file]
+    assert (tmp_path / FIRST.file).read_bytes() == before

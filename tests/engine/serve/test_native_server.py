@@ -1,8 +1,9 @@
-"""The native server over HTTP: OpenAI's API, by a tiny model."""
+"""The native server, its command, and models it serves."""
 
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import threading
 import time
@@ -15,16 +16,33 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from served import chat_tokens, greedy_reference
+from mlflow_server import free_port
+from served import (
+    NAME,
+    await_status,
+    await_text,
+    chat_tokens,
+    end,
+    greedy_reference,
+    publish_model,
+    register,
+    serve_process,
+)
 from transformers import AutoModelForCausalLM
 
 from engine.data.tokenizer import load_tokenizer
-from engine.serve import Identity
+from engine.errors import LineageError, ModelError, TrackingError
+from engine.serve import Identity, resolve
 from engine.serve.__main__ import main
 from engine.serve.api_server import LARGEST, ApiServer
 from engine.serve.native_backend import NativeBackend
+from engine.storage.artifacts import read_manifest
+from engine.storage.digests import tree_digest
+from engine.tracking import Tracker
 
 IDENTITY = Identity("tiny", "models:/tiny@champion", "3", "d" * 64, "e" * 64)
+
+
 PROMPT = "3+4="
 
 
@@ -321,3 +339,188 @@ def test_a_used_port_is_a_sentence(
         f"error: port {port} of 127.0.0.1 can't be listened on: Address already in use; stop what "
         "has it, or choose another with --port (0: any that is free)"
     )
+
+
+START_S = 300.0  # on a busy machine
+
+
+END_S = 60.0  # on a busy machine; an idle one takes 4 s at most
+
+
+def test_a_champion_is_served_until_sigterm(registry: Path, model_folder: Path) -> None:
+    """SIGTERM ends it within seconds, also while an answer is under way."""
+    artifact = publish_model(model_folder)
+    register(artifact)
+    port, log = free_port(), registry / "log"
+    url = f"http://127.0.0.1:{port}"
+    options = [f"models:/{NAME}@champion", "--engine", "native", "--port", str(port)]
+    with serve_process(*options, log=log) as process:
+        said = await_status(process, url, 200, START_S)
+        manifest = read_manifest(artifact)
+        assert said["model"]["version"] == "1"
+        assert said["model"]["digest"] == manifest.digest
+        body = {"prompt": "1+1=", "max_tokens": 100, "n": 64, "seed": 1}
+        asking = threading.Thread(target=ask, args=(f"{url}/v1/completions", body), daemon=True)
+        asking.start()
+        await_text(log, "served by native")
+        status, seconds = end(process, signal.SIGTERM)
+        assert status == 143
+        assert seconds < END_S
+        asking.join(60)
+    text = log.read_text()
+    assert f"{url}/v1: {NAME} version 1, content {manifest.digest}, served by native" in text
+    assert text.rstrip().endswith("terminated; the server has stopped")
+    assert "Traceback" not in text
+
+
+def ask(url: str, body: dict[str, object]) -> None:
+    try:
+        httpx.post(url, json=body, timeout=60)
+    except httpx.TransportError:
+        return  # the server ended
+
+
+def test_ctrl_c_while_the_model_is_loaded_is_130(model_folder: Path, tmp_path: Path) -> None:
+    port, log = free_port(), tmp_path / "log"
+    options = [str(model_folder), "--engine", "native", "--port", str(port)]
+    with serve_process(*options, log=log) as process:
+        await_status(process, f"http://127.0.0.1:{port}", 503, START_S)
+        status, seconds = end(process, signal.SIGINT)
+        assert status == 130
+        assert seconds < END_S
+    assert log.read_text() == "interrupted; the server has stopped\n"
+
+
+def test_a_changed_model_is_not_served(
+    registry: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(publish_model(model_folder))
+    (copy,) = (registry / "mlartifacts").rglob("model.safetensors")
+    copy.write_bytes(copy.read_bytes()[:-1] + b"x")
+    for engine in ("native", "vllm"):
+        arguments = [f"models:/{NAME}@champion", "--port", "0", "--engine", engine]
+        assert main(arguments) == 1
+        (error,) = capsys.readouterr().err.splitlines()
+        assert "model.safetensors differs" in error
+
+
+def test_wrong_usage_is_2(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(model_folder), "--engine", "other"])
+    assert ended.value.code == 2
+    arguments = [str(model_folder), "--port", "0", "--engine", "native", "--", "--swap-space", "1"]
+    assert main(arguments) == 1
+    assert "--swap-space 1 is for vLLM" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_vllm_serves_a_champion(registry: Path, model_folder: Path) -> None:
+    pytest.importorskip("vllm")
+    artifact = publish_model(model_folder)
+    register(artifact)
+    port, log = free_port(), registry / "log"
+    url = f"http://127.0.0.1:{port}"
+    options = [f"models:/{NAME}@champion", "--port", str(port), "--", "--dtype", "float32"]
+    with serve_process(*options, log=log) as process:
+        said = await_status(process, url, 200, 900)
+        assert said["engine"] == "vllm"
+        assert said["model"]["version"] == "1"
+        assert said["model"]["digest"] == read_manifest(artifact).digest
+        ids = chat_tokens(model_folder, "3+4=")
+        body = {"model": NAME, "messages": [{"role": "user", "content": "3+4="}]}
+        body |= {"temperature": 0, "max_tokens": 8}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).json()
+        assert answer["usage"]["prompt_tokens"] == len(ids), "words are split as it was trained"
+        # vLLM keeps half a character at the end to itself.
+        expected = greedy_reference(model_folder, ids, 8).rstrip("\ufffd")
+        assert answer["choices"][0]["message"]["content"].rstrip("\ufffd") == expected
+        status, seconds = end(process, signal.SIGTERM)
+        assert status == 143
+        assert seconds < 25
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{url}/health", timeout=5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_vllm_that_does_not_start_says_why(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("vllm")
+    arguments = [str(model_folder), "--port", "0", "--engine", "vllm", "--", "--no-such-option"]
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    assert "vLLM's server ended with status 2 as it started" in error
+    assert "--no-such-option" in error
+
+
+@pytest.fixture
+def artifact(registry: Path, model_folder: Path) -> Path:
+    made = publish_model(model_folder)
+    register(made)
+    return made
+
+
+@pytest.mark.parametrize("reference", [f"models:/{NAME}@champion", f"models:/{NAME}/1"])
+def test_a_version_is_mlflows_copy_with_the_registrys_digest(
+    artifact: Path, tmp_path: Path, reference: str
+) -> None:
+    manifest = read_manifest(artifact)
+    folder, identity = resolve(reference, tmp_path / "scratch")
+    assert folder != artifact
+    assert read_manifest(folder).digest == manifest.digest
+    assert asdict(identity) == {
+        "name": NAME, "reference": reference, "version": "1",
+        "digest": manifest.digest, "manifest_digest": manifest.own_digest,
+    }  # fmt: skip
+
+
+def test_a_copy_that_is_not_the_registrys_record_is_refused(artifact: Path, tmp_path: Path) -> None:
+    folder, _ = resolve(f"models:/{NAME}/1", tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "gelu"}))
+    with pytest.raises(LineageError, match=r"MLflow.s copy .* is damaged: .*config\.json differs"):
+        resolve(f"models:/{NAME}/1", tmp_path)
+
+
+def test_another_whole_artifact_in_the_copys_place_is_refused(
+    artifact: Path, tmp_path: Path
+) -> None:
+    folder, _ = resolve(f"models:/{NAME}/1", tmp_path)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"metrics": {"reward": 1.0}}))
+    with pytest.raises(LineageError, match="where its tag manifest_digest says"):
+        resolve(f"models:/{NAME}/1", tmp_path)
+
+
+def test_a_version_without_a_record_is_refused(artifact: Path, tmp_path: Path) -> None:
+    client = Tracker().client
+    client.delete_model_version_tag(NAME, "1", "artifact_digest")
+    with pytest.raises(LineageError, match="has no tag artifact_digest"):
+        resolve(f"models:/{NAME}@champion", tmp_path)
+
+
+def test_a_version_that_is_not_there_is_a_sentence(artifact: Path, tmp_path: Path) -> None:
+    for missing in (f"models:/{NAME}@nobody", f"models:/{NAME}/7", "models:/other@champion"):
+        with pytest.raises(TrackingError, match=missing):
+            resolve(missing, tmp_path)
+
+
+def test_a_folder_is_held_to_its_manifest(artifact: Path, tmp_path: Path) -> None:
+    folder, identity = resolve(str(artifact), tmp_path, "mine")
+    assert (folder, identity.name, identity.version) == (artifact, "mine", "")
+    assert identity.digest == read_manifest(artifact).digest
+    (artifact / "added.json").write_text("{}")
+    with pytest.raises(LineageError, match=r"added\.json is in the folder but not in the manifest"):
+        resolve(str(artifact), tmp_path)
+
+
+def test_a_folder_without_a_manifest_is_known_by_its_content(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    _, identity = resolve(str(model_folder), tmp_path)
+    assert (identity.name, identity.digest) == ("tiny-model", tree_digest(model_folder))
+    assert identity.manifest_digest == ""
+    with pytest.raises(ModelError, match=r"has no config.json; give a model's folder"):
+        resolve(str(tmp_path), tmp_path)

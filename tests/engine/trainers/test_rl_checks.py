@@ -1,4 +1,4 @@
-"""Settings of an RL run that make no sense are refused with the reason, in one sentence."""
+"""Checks before a run."""
 
 from __future__ import annotations
 
@@ -7,19 +7,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from pydantic import ValidationError
 
+from engine.batch import Batch
 from engine.config import RLConfig
-from engine.errors import EngineError
+from engine.dataflows.algo import teacher_weights
+from engine.errors import ConfigError, DataError, EngineError
 from engine.trainers.run_plan import check_config
 
 CORRECTION = {"rollout_correction": {"rollout_is": "token"}}
+
+
 GDPO = {"adv_estimator": "gdpo"}
+
+
 APART = {"roles": ["rollout"]}
+
+
 PAIRS: dict[str, Any] = {"dataflow": "online_dpo"}
+
+
 AHEAD = {"mode": "one_step_off"}
+
+
 PARTS = {"name": "answer_and_format"}
+
+
 RS = {"rollout_rs_threshold": "0.5_2.0", "rollout_is_threshold": 3.0}
+
+
 SERVER: dict[str, Any] = {"engine": "server", "server": {"url": "http://127.0.0.1:8000"}}
 
 
@@ -326,3 +344,100 @@ def test_the_samplers_of_docs_modes_are_settings_that_a_run_takes() -> None:
     assert config.trainer.rollout_workers * sampler.gpus == 8
     assert sampler.gpus == config.rollout.tensor_parallel_size
     assert not config.rollout.vllm.in_process
+
+
+DISTILL: dict[str, Any] = {"loss": "jsd", "top_k": 8}
+
+
+@pytest.mark.parametrize(
+    ("distillation", "changes", "message"),
+    [
+        ({"loss": "jsd"}, {}, "url=http://t.* top_k=0: a server gives log-probs of the likeliest"),
+        (DISTILL, {"rollout": {"temperature": 0.7}}, "log-probs at temperature 1"),
+        (DISTILL, {"actor": {"parallel": {"tp": 2}}}, "all logits of a token in one place"),
+        (DISTILL, {"actor": {"entropy_coeff": 0.1}}, "entropy_coeff=0.1 .*distillation.loss=jsd"),
+        (DISTILL, {"actor": {"clip_ratio": 0.1}}, "clip_ratio=0.1 has no effect with algorithm"),
+        (DISTILL | {"loss": "forward_kl", "beta": 0.1}, {}, "beta=0.1 has no effect with loss=for"),
+        ({"top_k": 8}, {}, "top_k=8 has no effect with loss=policy_gradient"),
+    ],
+)
+def test_distillation_that_does_not_fit_is_refused(
+    distillation: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    served = {"teachers": [{"url": "http://t"}]}
+    settings = {
+        "algorithm": {"dataflow": "distillation", "distillation": distillation | served},
+        "actor": {"use_kl_loss": False} | changes.pop("actor", {}),
+    } | changes
+    with pytest.raises(ConfigError, match=message):
+        check_config(RLConfig.model_validate(settings))
+
+
+@pytest.mark.parametrize(
+    ("distillation", "message"),
+    [
+        ({"teachers": [{}]}, "has a model .* or a url, and not both"),
+        ({"teachers": [{"model": "a", "url": "http://t"}]}, "and not both"),
+        ({"teachers": [{"model": "a", "rows": "x"}]}, "which need route_by"),
+        ({"teachers": [{"model": "a"}], "route_by": "data_source"}, "give each another value"),
+    ],
+)
+def test_teachers_that_contradict_are_refused(distillation: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RLConfig.model_validate({"algorithm": {"distillation": distillation}})
+    several = {"teacher": "a", "distillation": {"teachers": [{"model": "b"}]}}
+    with pytest.raises(ValidationError, match="put it among these"):
+        RLConfig.model_validate({"algorithm": several})
+
+
+def test_a_row_without_a_teacher_is_named() -> None:
+    teachers = [{"model": "a", "rows": "sums"}, {"model": "b", "rows": "words"}]
+    section = {"route_by": "data_source", "teachers": teachers}
+    algorithm = RLConfig.model_validate({"algorithm": {"distillation": section}}).algorithm
+    ids = {"group_ids": torch.arange(2)}
+    rows = Batch(ids, {"data_source": ["words", "sums"]})
+    assert teacher_weights(algorithm, rows).tolist() == [[0.0, 1.0], [1.0, 0.0]]
+    with pytest.raises(DataError, match="'data_source' is 'code' in a row, and no teacher has"):
+        teacher_weights(algorithm, Batch(ids, {"data_source": ["words", "code"]}))
+    with pytest.raises(DataError, match="is no column of the data; name one of other"):
+        teacher_weights(algorithm, Batch(ids, {"other": ["words", "code"]}))
+    weighted = {"teachers": [{"model": "a", "weight": 3}, {"model": "b"}]}
+    algorithm = RLConfig.model_validate({"algorithm": {"distillation": weighted}}).algorithm
+    assert teacher_weights(algorithm, rows).tolist() == [[0.75, 0.25]] * 2
+
+
+URL = {"url": "http://127.0.0.1:8000"}
+
+
+def settings(server: dict[str, Any], **rollout: Any) -> RLConfig:
+    return RLConfig.model_validate({"rollout": {"engine": "server", "server": server} | rollout})
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (settings({}), "needs rollout.server.url"),
+        (settings(URL | {"weights": "rsync"}), "weights='rsync' is unknown"),
+        (settings(URL | {"weights": "folder"}), "needs rollout.server.reload_url"),
+        (settings(URL | {"weights": "none"}), "allow_fixed_policy=true"),
+        (settings(URL | {"api": "tgi"}), "rollout.server.weights to folder, or to none"),
+        (settings(URL, max_num_seqs=8), "rollout.max_num_seqs=8 has no effect"),
+        (settings(URL, tensor_parallel_size=2), "leave it at 1"),
+        (settings(URL, engine="native"), r"rollout.server.url=.* has no effect .*engine=native"),
+    ],
+)
+def test_contradictions_are_refused(config: RLConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        {},
+        {"weights": "none", "allow_fixed_policy": True},
+        {"api": "tgi", "weights": "folder", "reload_url": "/reload", "version_url": "/info"},
+    ],
+)
+def test_what_fits_is_let_through(server: dict[str, Any]) -> None:
+    assert check_config(settings(URL | server)).name == "grpo"

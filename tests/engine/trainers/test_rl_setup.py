@@ -1,28 +1,39 @@
-"""Roles, their order and their numbers of steps, from a configuration."""
+"""The set-up of RL: roles, and the calls of a step."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
-from tiny_engine import save_family, training_batch
+import torch
+from tiny_engine import arithmetic_rows, save_family, training_batch
 
+from engine.batch import Batch, LazyBatch
 from engine.config import ActorConfig, LoRAConfig, RLConfig
 from engine.controller.placement import Pool
+from engine.data.loader import PromptLoader
 from engine.dataflows import choose_dataflow
-from engine.dataflows.algo import RequiredPasses
+from engine.dataflows.algo import Algo, RequiredPasses, StepResult
+from engine.dataflows.recipes import DynamicSampling
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
 from engine.trainers.layout_checks import check_layouts
+from engine.trainers.rl import RLTrainer
+from engine.trainers.rollout_modes import SignalFilter
 from engine.trainers.run_plan import check_config
 from engine.trainers.run_spec import (
+    RolloutSource,
     RunSpec,
     call_layout,
+    default_pools,
     effective_config,
     placement_of,
+    register_rollout_source,
     resolve_placement,
     role_specs,
     rollout_worker_placement,
@@ -106,6 +117,8 @@ def test_samplers_take_what_their_pool_says() -> None:
 
 
 APART = [{"roles": ["actor", "rollout", "reference"], "gpus": 1}, {"roles": ["reward"]}]
+
+
 OWN = {"engine": "vllm", "tensor_parallel_size": 2, "vllm": {"in_process": False}}
 
 
@@ -222,3 +235,259 @@ def test_one_process_is_enough_for_a_run_with_the_defaults(
         assert chosen(trainer={"placement": "local"}) == "local"
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
     assert chosen() == "ray"
+
+
+def trainer(folder: Path, mode: str, steps: int, **sections: Any) -> RLTrainer:
+    base: dict[str, Any] = {
+        "rollout": {"n": 2},
+        "trainer": {
+            "mode": mode,
+            "total_training_steps": steps,
+            "train_batch_size": 4,
+            "placement": "local",
+            "threads": 2,
+            "step_timeout_s": 60.0,
+        },
+    }
+    for name, content in sections.items():
+        base[name] = base.get(name, {}) | content
+    loader = PromptLoader(pd.DataFrame(arithmetic_rows(16)), 4, 0)
+    config = RLConfig.model_validate(base)
+    return RLTrainer(folder, config, loader, max_response_length=6, max_model_len=40)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
+def test_steps_without_a_pair_stop_nobody_and_age_nothing(tiny_folder: Path, mode: str) -> None:
+    sections = {
+        "algorithm": {"dataflow": "online_dpo"},
+        "reward": {"name": "tiny_engine:always_one", "isolation": "none"},
+        "trainer": {"delta_sync": mode != "sync"},
+    }
+    with trainer(tiny_folder, mode, steps=5, **sections) as run:
+        run.fit()
+        assert [row["preference/pairs"] for row in run.history] == [0.0] * 5
+        behind = [row["staleness/max"] for row in run.history]
+    assert max(behind) <= (0 if mode == "sync" else 1)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_refill_beside_a_sampler_is_of_the_prompts_that_it_asked_for(tiny_folder: Path) -> None:
+    asked: list[list[str]] = []
+    learned: list[Batch] = []
+    sections = {
+        "algorithm": {"filter_groups": {"enable": True, "max_num_gen_batches": 3}},
+        "reward": {"name": "tiny_engine:sometimes_right", "isolation": "none"},
+    }
+    with trainer(tiny_folder, "one_step_off", steps=2, **sections) as run:
+        step, more = run.dataflow.step, run.algo.more_prompts
+        assert more is not None
+
+        def noting(prompts: Batch) -> Batch:
+            asked[-1] += [row[0]["content"] for row in prompts.columns["prompt"]]
+            return prompts
+
+        def watched(roles: Any, prompts: Batch, algo: Algo) -> StepResult:
+            asked.append([])
+            noting(prompts)
+            result: StepResult = step(roles, prompts, algo)
+            learned.append(result.batch.resolve())
+            return result
+
+        run.algo.more_prompts = lambda: noting(more())
+        run.dataflow = replace(run.dataflow, step=watched)
+        run.fit()
+        assert [row["sampling/rollouts"] for row in run.history] == [3.0, 3.0]
+    for mine, batch in zip(asked, learned, strict=True):
+        assert len(mine) == 12
+        for group, prompt in zip(batch["group_ids"], batch.columns["prompt"], strict=True):
+            assert prompt[0]["content"] == mine[int(group)]
+    last = learned[-1]  # its first four groups are of the sampler, one version behind
+    versions = last["policy_version"].tolist()
+    assert versions == [int(group >= 4) for group in last["group_ids"]]
+    assert 1 in versions
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_baseline_in_async_has_completions_and_scores_of_its_own(tiny_folder: Path) -> None:
+    sections = {
+        "algorithm": {"adv_estimator": "remax"},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
+    }
+    with trainer(tiny_folder, "async", steps=2, **sections) as run:
+        metrics = run.fit()
+    assert metrics["actor/grad_norm"] > 0
+
+
+@register_rollout_source("every_batch_twice")
+class EveryBatchTwice(RolloutSource):
+    """A source from outside the engine, as a user's plugin has it."""
+
+    off_policy = True
+    _batch: Batch | None = None
+
+    def next_prompts(self) -> Batch:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            batch = self._batch = self.prompts.next_batch()
+        return batch
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_mode_of_ones_own_is_one_class(tiny_folder: Path) -> None:
+    asked: list[list[str]] = []
+    with trainer(tiny_folder, "every_batch_twice", steps=4) as run:
+        step = run.dataflow.step
+
+        def watched(roles: Any, prompts: Batch, algo: Algo) -> StepResult:
+            asked.append([row[0]["content"] for row in prompts.columns["prompt"]])
+            return step(roles, prompts, algo)
+
+        run.dataflow = replace(run.dataflow, step=watched)
+        metrics = run.fit()
+    assert asked[0] == asked[1] != asked[2] == asked[3]
+    assert "rollout_corr/rollout_is_mean" in metrics, "off-policy completions are weighted"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_an_unknown_mode_is_refused_with_those_that_there_are(tiny_folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer.mode='asink' is unknown.*async, .*sync"):
+        trainer(tiny_folder, "asink", steps=1)
+
+
+def keeps(metric: str, scores: list[float], lengths: list[int], failed: list[bool]) -> bool:
+    """Whether asynchronous rollout keeps a group; the sync mode must decide the same."""
+    config = RLConfig.model_validate(
+        {
+            "algorithm": {"filter_groups": {"enable": True, "metric": metric}},
+            "reward": {"overlong_buffer": {"enable": True, "len": 4}},
+            "trainer": {"mode": "async"},
+        }
+    )
+    needs = RequiredPasses.of(config, choose_dataflow(config.algorithm))
+    algo = Algo(config, needs, max_response_length=8)
+    mask = (torch.arange(8) < torch.tensor(lengths)[:, None]).float()
+    on_last = torch.zeros_like(mask)
+    on_last[torch.arange(len(scores)), torch.tensor(lengths) - 1] = torch.tensor(scores)
+    group = Batch(
+        {
+            "group_ids": torch.zeros(len(scores), dtype=torch.long),
+            "response_mask": mask,
+            "token_level_scores": on_last,
+            "reward_failed": torch.tensor(failed),
+        }
+    )
+    kept = SignalFilter(algo).accepts(group)
+    assert algo.metrics == {}
+    sampling = DynamicSampling(algo, wanted=1)
+    sampling.add(LazyBatch(group))
+    sampling.batch()
+    assert kept == (algo.metrics["sampling/groups_kept"] == 1)
+    return kept
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_async_keeps_the_groups_that_sync_keeps() -> None:
+    well, one_failed = [False] * 3, [False, False, True]
+    assert keeps("score", [0.0, 1.0, 1.0], [3, 3, 3], well)
+    assert not keeps("score", [1.0, 1.0, 0.0], [3, 3, 3], one_failed)
+    assert not keeps("score", [1.0, 1.0, 1.0], [3, 3, 8], well)
+    assert keeps("reward", [1.0, 1.0, 1.0], [3, 3, 8], well)
+
+
+JUDGED = '''
+import torch
+
+from engine.batch import Batch
+from engine.controller.worker_host import RoleSpec
+from engine.dataflows import register_dataflow
+from engine.dataflows.algo import StepResult
+from engine.dataflows.recipes import generate_and_score
+from engine.trainers.run_spec import register_role
+from engine.workers.role import Dispatch, dispatch
+from engine.workers.role import StatefulWorker
+
+
+class JudgeWorker(StatefulWorker):
+    """Likes every second completion, by a strictness of its own, and counts what it has seen."""
+
+    def __init__(self, context, *, strictness: float) -> None:
+        super().__init__(context)
+        self.strictness, self.rows = strictness, 0
+
+    @dispatch(Dispatch.DATA_PARALLEL, writes=("verdict",))
+    def judge(self, batch: Batch) -> Batch:
+        self.rows += len(batch)
+        return Batch({"verdict": self.strictness * (torch.arange(len(batch)) % 2)})
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def seen(self) -> int:
+        return self.rows
+
+    def state_dict(self):
+        return {"rows": self.rows}
+
+    def load_state_dict(self, state) -> None:
+        self.rows = state["rows"]
+
+
+@register_role("judge")
+def judge(spec):
+    return RoleSpec("judge", JudgeWorker, {"strictness": 0.5 * spec.config.rollout.n})
+
+
+@register_dataflow("judged", roles={"actor", "rollout", "reward", "judge"}, uses_advantages=False)
+def judged(roles, prompts, algo):
+    batch = generate_and_score(roles, prompts, algo)
+    batch |= roles["judge"].judge(batch)
+    verdict = batch["verdict"]
+    batch |= {"advantages": (verdict - verdict.mean())[:, None] * batch["response_mask"]}
+    algo.metrics["judge/mean"] = float(verdict.mean())
+    return StepResult(batch, [roles.actor.update(batch)])
+'''
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_role_from_outside_is_placed_called_and_saved(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "judged_plugin.py").write_text(JUDGED)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = RLConfig.model_validate(
+        {
+            "plugins": ["judged_plugin"],
+            "algorithm": {"dataflow": "judged"},
+            "actor": {"use_kl_loss": False, "optim": {"warmup_ratio": 0.0}},
+            "rollout": {"n": 2},
+            "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
+            "trainer": {
+                "total_training_steps": 1,
+                "train_batch_size": 4,
+                "placement": "local",
+                "threads": 1,
+            },
+        }
+    )
+
+    def trainer() -> RLTrainer:
+        loader = PromptLoader(pd.DataFrame(arithmetic_rows(8)), 4, 0)
+        return RLTrainer(tiny_folder, config, loader, max_response_length=6, max_model_len=40)
+
+    with trainer() as run:
+        metrics = run.fit(checkpoint_dir=tmp_path / "checkpoints")
+        assert run.roles["judge"].world_size == 1
+    with trainer() as resumed:
+        assert resumed.resume(tmp_path / "checkpoints") is not None
+        assert resumed.roles["judge"].seen().result() == 8
+    assert metrics["judge/mean"] == 0.5
+    assert metrics["actor/grad_norm"] > 0
+    needs = RequiredPasses.of(config, choose_dataflow(config.algorithm))
+    spec = RunSpec("folder", config, needs, frozenset({"actor", "juge"}), 6, 40, seed=3)
+    with pytest.raises(ConfigError, match=r"role='juge' is unknown \(did you mean 'judge'\?\)"):
+        role_specs(spec)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_each_role_beside_the_policy_has_a_process_by_default() -> None:
+    roles = {"reward", "judge", "actor", "sampler", "rollout"}
+    assert default_pools(roles) == [("actor", "rollout"), ("judge",), ("reward",)]
