@@ -151,7 +151,7 @@ def ray_nodes(expected: int, deadline_s: float) -> HealthFinding:
 
 
 def load_libraries(names: Sequence[str]) -> Iterator[Message]:
-    """Yield before and after each import, so that the last names a culprit; then build and GPUs."""
+    """Yield before and after each import, so that the last names a culprit; then the devices."""
     for name in names:
         yield {"loading": name}
         try:
@@ -170,7 +170,18 @@ def load_libraries(names: Sequence[str]) -> Iterator[Message]:
             fault = _first_line(error)
         devices.append({"name": torch.cuda.get_device_name(i), "fault": fault})
     build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
-    yield {"build": build, "devices": devices}
+    yield {"build": build, "devices": devices, "kernels": describe_kernels()}
+
+
+def describe_kernels() -> str:
+    """Name the processor, whether kernels are compiled for it, and what was chosen so far."""
+    from engine.kernels import choices, training_ops
+
+    compiled = "compiled kernels" if training_ops.library() else "PyTorch's operations"
+    known = choices.known_choices()
+    by_library = [f"{c.kernel} {'x'.join(map(str, c.shape))}" for c in known if not c.is_compiled]
+    faster = f"; the library is faster for {', '.join(by_library)}" if by_library else ""
+    return f"{choices.processor()}: {compiled}, {len(known)} shapes timed{faster}"
 
 
 def _first_line(error: object) -> str:
@@ -207,7 +218,8 @@ def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[
         checked.append(finding)
     last = next((x for x in messages if "build" in x), None)
     if last is not None:
-        return [*checked, check_devices(last["build"], last["devices"], expected)]
+        devices = check_devices(last["build"], last["devices"], expected)
+        return [*checked, devices, HealthFinding("kernels", last["kernels"])]
     why = f"loading stopped at {next(iter(faults), 'torch')}; repair that first"
     return [*checked, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
 

@@ -345,7 +345,7 @@ class _ScheduledStage(TorchPipelineStage):
 
     torch is given empty messages, whose shapes never change; a message's real buffer is allocated
     when it is about to be received, and freed after use. What this overrides of torch is checked by
-    tests/engine/parallel/test_torch_internals.py.
+    tests/engine/parallel/test_process_groups.py.
     """
 
     def __init__(
