@@ -170,7 +170,8 @@ def load_libraries(names: Sequence[str]) -> Iterator[Message]:
             fault = _first_line(error)
         devices.append({"name": torch.cuda.get_device_name(i), "fault": fault})
     build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
-    yield {"build": build, "devices": devices, "kernels": describe_kernels()}
+    yield {"build": build, "devices": devices}
+    yield {"kernels": describe_kernels()}
 
 
 def describe_kernels() -> str:
@@ -219,7 +220,8 @@ def check_imports(findings: list[HealthFinding], expected: Expectation) -> list[
     last = next((x for x in messages if "build" in x), None)
     if last is not None:
         devices = check_devices(last["build"], last["devices"], expected)
-        return [*checked, devices, HealthFinding("kernels", last["kernels"])]
+        kernels = [HealthFinding("kernels", x["kernels"]) for x in messages if "kernels" in x]
+        return [*checked, devices, *kernels]
     why = f"loading stopped at {next(iter(faults), 'torch')}; repair that first"
     return [*checked, HealthFinding("devices", "unknown", f"devices can't be counted: {why}")]
 
