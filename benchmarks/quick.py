@@ -2,8 +2,8 @@
 
 Fails where a ratio is below the stored one by more than `--noise`, or where an update by the
 kernels that this machine has chosen takes longer than by PyTorch's products. `quick.json` has the
-ratios by kind of machine (its matrix instructions and cores); on a kind that isn't there nothing is
-compared, and `--store` adds it. Below 4 minutes once TRL's environment is there.
+ratios by kind of machine (processor family, matrix instructions and cores); on a kind that isn't
+there nothing is compared, and `--store` adds it. Below 4 minutes once TRL's environment is there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def main() -> None:
     args = parser.parse_args()
     quiet()
     threads = os.cpu_count() or 1
-    kind = f"{vs_trl.matrix_unit() or 'no bf16 unit'}, {threads} cores"
+    cpu = vs_trl.cpu_info()
+    kind = f"{cpu.get('vendor_id', 'CPU')} family {cpu.get('cpu family', 'unknown')}, "
+    kind += f"{vs_trl.matrix_unit() or 'no bf16 unit'}, {threads} cores"
     trl_python()
     begin = time.perf_counter()
     ratios = training_ratios(threads) | rollout_ratios(threads)
