@@ -7,8 +7,8 @@
 The settings are those of `pyflyte run workflows/preference.py`: `preference` for `dpo` and `kto`,
 `classic_rlhf` for `reward` and `ppo`. All begin at the warm start that the default task's SFT stage
 makes (kept in the cache folder). Its own completions of the training prompts, ranked by the task's
-rule, make the pairs and the labels. What is common to several tasks, the warm start and these
-completions, has its seconds apart; of the CPU they are those of all threads of this process.
+rule, make the pairs and the labels. The warm start and these completions have their seconds apart;
+CPU seconds are those of all threads of this process.
 
 - `reward`: a reward model learns from pairs, and ranks pairs of held-out prompts; by whether both
   answers show their steps. With `--policy` that one writes them, and it starts from that one.
@@ -51,7 +51,7 @@ from engine.data.sources import Splits, load_splits
 from engine.data.tokenizer import load_tokenizer
 from engine.data.training_examples import read_preferences, read_reward_pairs
 from engine.evaluation.policy_steps import MODEL_REWARD
-from engine.preferences import ScoredRollouts, by_reward_model, score_rollouts
+from engine.preferences import by_reward_model, rank_rollouts
 from engine.trainers.preference_learning import (
     LikelihoodRewardTrainer,
     PreferenceTrainer,
@@ -142,24 +142,17 @@ def write_rows(bench: Bench) -> None:
     }
     asked = dict.fromkeys(ROWS[task] for task in bench.tasks)
     given = {"reward": RewardConfig()} | bench.settings["pairs"]
-    found: dict[tuple[Any, ...], ScoredRollouts] = {}  # those that several kinds share
     for name, frame in (("train", bench.splits.train), ("held_out", held_out)):
         for kind in asked:
             rows, policy, base = kinds[kind]
             begin, config = Clock.start(), PairsConfig.model_validate(base.model_dump() | given)
-            key = name, policy, config.model_dump_json()
-            if key not in found:
-                found[key] = score_rollouts(
-                    policy,
-                    frame[: bench.prompts],
-                    config,
-                    max_response_length=LONGEST,
-                    seed=bench.seed,
-                )
-            ranked = found[key].ranked(rows)
-            ranked.rows.to_parquet(bench.folder / f"{name}_{kind}.parquet", index=False)
-            made = f"{ranked.prompts} prompts × {config.n}: {len(ranked.rows)} {rows}"
-            say(bench, f"{name}, for {kind}: {made}, {ranked.correct:.1%} right", begin)
+            prompts = frame[: bench.prompts]
+            ranked, metrics = rank_rollouts(
+                policy, prompts, config, rows, max_response_length=LONGEST, seed=bench.seed
+            )
+            ranked.to_parquet(bench.folder / f"{name}_{kind}.parquet", index=False)
+            made = f"{len(prompts)} prompts × {config.n}: {len(ranked)} {rows}"
+            say(bench, f"{name}, for {kind}: {made}, {metrics['correct']:.1%} right", begin)
 
 
 def offline(bench: Bench, task: str, base: Section) -> dict[str, Any]:
