@@ -26,14 +26,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
-from engine.agents.environment_pool import (
-    CLOSE_S,
-    CallEnvironment,
-    CallKind,
-    EnvironmentHost,
-    EnvironmentPool,
-    OpenEpisode,
-)
+from engine.agents import environment_pool
 from engine.agents.environment_protocol import Environment, EnvironmentFailure
 from engine.agents.episode import Episode, EpisodeTree, SavedTurn, load_episode, save_episode
 from engine.errors import EngineError, RolloutError
@@ -45,19 +38,20 @@ class LocalEnvironments:
 
     def __init__(self, make: Callable[[], Environment], *, timeout_s: float = 30.0) -> None:
         """`make` is called whenever all are playing; `timeout_s` is each call's deadline."""
-        self.host, self.timeout_s = EnvironmentHost("the environment", make), timeout_s
+        self.host = environment_pool.EnvironmentHost("the environment", make)
+        self.timeout_s = timeout_s
         self.tools, self.resumable = self.host.tools, self.host.resumable
         self._numbers = itertools.count(1)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="episodes", daemon=True)
         self._thread.start()
 
-    def open(self) -> OpenEpisode:
+    def open(self) -> environment_pool.OpenEpisode:
         """A place for one episode."""
-        return OpenEpisode(partial(self._call, next(self._numbers)))
+        return environment_pool.OpenEpisode(partial(self._call, next(self._numbers)))
 
-    def _call(self, episode: int, kind: CallKind, value: object) -> Future[Any]:
-        call = CallEnvironment(0, episode, kind, value, self.timeout_s)
+    def _call(self, episode: int, kind: environment_pool.CallKind, value: object) -> Future[Any]:
+        call = environment_pool.CallEnvironment(0, episode, kind, value, self.timeout_s)
         return asyncio.run_coroutine_threadsafe(self.host.call(call), self._loop)
 
     def close(self) -> None:
@@ -66,14 +60,14 @@ class LocalEnvironments:
             return
         with suppress(TimeoutError):
             closing = asyncio.run_coroutine_threadsafe(self.host.close(), self._loop)
-            closing.result(2 * CLOSE_S)
+            closing.result(2 * environment_pool.CLOSE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_S)
+        self._thread.join(environment_pool.CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
 
 
-Environments: TypeAlias = EnvironmentPool | LocalEnvironments
+Environments: TypeAlias = environment_pool.EnvironmentPool | LocalEnvironments
 """What episodes are played with. `tools` are JSON schemas, the same for every episode; `resumable`
 says whether episodes can be saved between turns."""
 
@@ -92,7 +86,7 @@ class _ActiveEpisode:
 
     episode: Episode
     row: Row
-    environment: OpenEpisode
+    environment: environment_pool.OpenEpisode
     resumed: SavedTurn | None = None  # until its environment has the state that was saved
     submitted: float = 0.0  # when its turn was, of time.monotonic
     restarts: int = 0
@@ -217,24 +211,20 @@ class EpisodePlayer:
             self._ask(playing, playing.environment.set_state(resumed.environment))
 
     def _decode(self) -> None:
-        """Decode a token of each turn; what ended goes to its environment."""
-        self._cut_slow()
+        """Cut turns that are late, and decode a token of each; ended ones go to environments."""
+        now = time.monotonic()
+        for key, playing in self._sampling.items():  # the oldest first
+            limit = playing.episode.limits.turn_seconds
+            if limit is None or now - playing.submitted <= limit:
+                break
+            if not playing.episode.cut:
+                playing.episode.cut = True
+                self._stream.cut(key)
         for done in self._stream.step():
             playing = self._sampling.pop(done.key)
             with self._faults_of(playing):
                 action = playing.episode.add_turn(done.completion)
                 self._ask(playing, playing.environment.step(action))
-
-    def _cut_slow(self) -> None:
-        """Let turns end that take longer than they may."""
-        now = time.monotonic()
-        for key, playing in self._sampling.items():  # the oldest first
-            limit = playing.episode.limits.turn_seconds
-            if limit is None or now - playing.submitted <= limit:
-                return
-            if not playing.episode.cut:
-                playing.episode.cut = True
-                self._stream.cut(key)
 
     def _ask(self, playing: _ActiveEpisode, call: Future[Any]) -> None:
         start = self._heard = time.monotonic()
@@ -247,10 +237,9 @@ class EpisodePlayer:
 
     def _take_answers(self, wait_s: float | None, idle: bool = False) -> None:
         """Take what environments answered; without anything to decode (`idle`), wait for it."""
-        answers = list(self._arriving(wait_s, idle or not self._sampling))
-        for playing, answer in sorted(
-            answers, key=lambda a: (a[0].episode.key, a[0].episode.index)
-        ):
+        arriving = self._arriving(wait_s, idle or not self._sampling)
+        answers = sorted(arriving, key=lambda a: (a[0].episode.key, a[0].episode.index))
+        for playing, answer in answers:
             if id(playing.episode) in self._open:
                 self._take_answer(playing, answer)
 
@@ -329,11 +318,7 @@ class EpisodePlayer:
         if tokens is not None and len(tokens.token_ids) < turn.max_new_tokens:
             partial = PartialRequest(turn.key, turn.prompt_ids, [tokens])
         self._stream.submit(
-            turn.key,
-            turn.prompt_ids,
-            partial,
-            max_new_tokens=turn.max_new_tokens,
-            after=turn.after,
+            turn.key, turn.prompt_ids, partial, max_new_tokens=turn.max_new_tokens, after=turn.after
         )
         self._sampling[turn.key] = playing
         playing.submitted = time.monotonic()

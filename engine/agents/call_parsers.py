@@ -34,10 +34,7 @@ CallParser: TypeAlias = Callable[[str], ParsedTurn]
 """Of a turn's text after its thinking."""
 
 _registry: Registry[CallParser] = Registry(
-    "call parser",
-    "rollout.multi_turn.format",
-    (),
-    "@register_call_parser(name)",
+    "call parser", "rollout.multi_turn.format", (), "@register_call_parser(name)"
 )
 
 

@@ -31,18 +31,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
-from engine.agents.environment_protocol import (
-    Action,
-    Environment,
-    EnvironmentFailure,
-    FailureCause,
-    Observation,
-    ResumableEnvironment,
-    checked_observation,
-    environment_module,
-    make_environment,
-    tool_schemas,
-)
+from engine.agents import environment_protocol as protocol
 from engine.errors import ConfigError, EngineError, EpisodeError, WorkerError
 from engine.registry import import_plugins
 from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
@@ -69,20 +58,17 @@ class CallEnvironment:
 
 
 class OpenEpisode:
-    """A place for one episode at a time, and the environment that plays it.
-
-    A call that fails raises EnvironmentFailure by its future.
-    """
+    """A place for one episode, and what plays it; a failed call's future has EnvironmentFailure."""
 
     def __init__(self, call: Callable[[CallKind, Any], Future[Any]]) -> None:
         self._call = call
         self._closed = False
 
-    def reset(self, row: Mapping[str, object]) -> Future[Observation]:
+    def reset(self, row: Mapping[str, object]) -> Future[protocol.Observation]:
         """Begin the episode of a row, also after a failure."""
         return self._call("reset", dict(row))
 
-    def step(self, action: Action) -> Future[Observation]:
+    def step(self, action: protocol.Action) -> Future[protocol.Observation]:
         """Answer a turn of the policy."""
         return self._call("step", action)
 
@@ -109,13 +95,14 @@ class OpenEpisode:
 class EnvironmentHost:
     """The environments of an event loop, by the episodes that they play."""
 
-    def __init__(self, name: str, make: Callable[[], Environment]) -> None:
+    def __init__(self, name: str, make: Callable[[], protocol.Environment]) -> None:
         """`make` is called now, and whenever all are playing; failures call them by `name`."""
         self._name, self._make = name, make
         first = make()
-        self.tools, self.resumable = tool_schemas(first), isinstance(first, ResumableEnvironment)
+        self.tools = protocol.tool_schemas(first)
+        self.resumable = isinstance(first, protocol.ResumableEnvironment)
         self._idle = [first]
-        self._playing: dict[int, Environment] = {}
+        self._playing: dict[int, protocol.Environment] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[Any]] = set()
         self.under_way: dict[asyncio.Task[Any], tuple[int, float]] = {}  # number, deadline
@@ -131,7 +118,7 @@ class EnvironmentHost:
             return None
         try:
             return await self._result(call)
-        except EnvironmentFailure:
+        except protocol.EnvironmentFailure:
             if call.kind != "get_state" and call.episode in self._playing:
                 _retained(self._closing, _close(self._playing.pop(call.episode)))
             raise
@@ -151,24 +138,25 @@ class EnvironmentHost:
             task.cancel()
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             words = f"{who} gave no answer within {call.timeout_s:g} s"
-            raise EnvironmentFailure("deadline", words)
+            raise protocol.EnvironmentFailure("deadline", words)
         if task.cancelled():
-            raise EnvironmentFailure("raised", f"{who} was cancelled by its own code")
+            raise protocol.EnvironmentFailure("raised", f"{who} was cancelled by its own code")
         error = task.exception()
-        if isinstance(error, EnvironmentFailure):
+        if isinstance(error, protocol.EnvironmentFailure):
             raise error
         if error is not None:
-            raise EnvironmentFailure.of(who, error)
-        if call.kind in ("reset", "step"):
-            return checked_observation(who, task.result())
-        return task.result()
+            raise protocol.EnvironmentFailure.of(who, error)
+        result, observed = task.result(), call.kind in ("reset", "step")
+        return protocol.checked_observation(who, result) if observed else result
 
     async def _run(self, call: CallEnvironment) -> object:
         if call.kind in ("reset", "set_state") and call.episode not in self._playing:
             self._playing[call.episode] = self._idle.pop() if self._idle else self._make()
         environment: Any = self._playing.get(call.episode)
         if environment is None:
-            raise EnvironmentFailure("lost", "the episode has no environment; reset it first")
+            raise protocol.EnvironmentFailure(
+                "lost", "the episode has no environment; reset it first"
+            )
         try:
             if call.kind == "get_state":
                 return pickle.dumps(environment.get_state())
@@ -191,7 +179,7 @@ def _retained(
     return task
 
 
-async def _close(environment: Environment) -> None:
+async def _close(environment: protocol.Environment) -> None:
     """Close an environment that nobody plays with again, whatever it says to that."""
     with suppress(Exception, SystemExit, KeyboardInterrupt):
         await asyncio.wait_for(environment.close(), CLOSE_S)
@@ -215,12 +203,12 @@ class EnvironmentService:
         try:
             if ":" not in name:
                 import_plugins(load["plugins"])
-            make = partial(make_environment, name, options)
+            make = partial(protocol.make_environment, name, options)
             self._host = EnvironmentHost(f"environment {name!r}", make)
         except EngineError:
             raise
         except Exception as error:  # a user's class may fail in any way
-            failure = EnvironmentFailure.of(f"environment {name!r}", error)
+            failure = protocol.EnvironmentFailure.of(f"environment {name!r}", error)
             raise ConfigError(f"{failure}; it must be made without an error") from error
         self.loaded = self._host.tools, self._host.resumable
         self._channel = channel
@@ -254,7 +242,7 @@ class EnvironmentService:
     async def _answer(self, call: CallEnvironment) -> None:
         try:
             value = await self._host.call(call)
-        except EnvironmentFailure as failure:
+        except protocol.EnvironmentFailure as failure:
             value = failure
         if call.kind != "leave":
             self._answers.put(_Answer(call.number, value))
@@ -437,7 +425,7 @@ class EnvironmentProcess:
                 self._answer(pending, message.value)
 
     def _answer(self, pending: _Pending, value: object) -> None:
-        if not isinstance(value, EnvironmentFailure):
+        if not isinstance(value, protocol.EnvironmentFailure):
             pending.future.set_result(value)
             return
         if pending.call.kind != "get_state":  # it goes on
@@ -464,15 +452,17 @@ class EnvironmentProcess:
                 self._fail(pending, "deadline", words)
         self._fail_all("lost", "its process was ended for another episode's sake")
 
-    def _fail_all(self, cause: FailureCause, words: str, stderr: str = "") -> None:
+    def _fail_all(self, cause: protocol.FailureCause, words: str, stderr: str = "") -> None:
         calls, self._pending = self._pending, {}
         for pending in calls.values():
             self._fail(pending, cause, words, stderr)
 
-    def _fail(self, pending: _Pending, cause: FailureCause, words: str, stderr: str = "") -> None:
+    def _fail(
+        self, pending: _Pending, cause: protocol.FailureCause, words: str, stderr: str = ""
+    ) -> None:
         if not pending.future.done():
             message = f"{self._who}: {pending.call.kind}: {words}"
-            pending.future.set_exception(EnvironmentFailure(cause, message, stderr))
+            pending.future.set_exception(protocol.EnvironmentFailure(cause, message, stderr))
 
 
 class EnvironmentPool:
@@ -500,7 +490,7 @@ class EnvironmentPool:
                 f"rollout.agent.call_timeout_s={timeout_s} and num_workers={processes}: give a "
                 "time above 0, and 0 or more processes"
             )
-        if environment_module(name) == "__main__":
+        if protocol.environment_module(name) == "__main__":
             raise ConfigError(
                 f"rollout.agent.environment.name={name!r} is defined in the program that runs, "
                 "which its own process can't import; move it into a module"

@@ -149,8 +149,7 @@ def checked_observation(who: str, value: object) -> Observation:
     reward = float32_or_nan(value.reward)
     if math.isnan(reward):
         raise EnvironmentFailure(
-            "not_finite",
-            f"{who} returned reward {value.reward!r:.100}; it must be a finite float",
+            "not_finite", f"{who} returned reward {value.reward!r:.100}; it must be a finite float"
         )
     try:
         messages = tuple(_message(entry) for entry in value.messages)
@@ -238,10 +237,8 @@ def make_environment(name: str, options: Mapping[str, object] | None = None) -> 
     Raises ConfigError where there is none, and for an option that it doesn't declare.
     """
     made = environment_class(name)
-    parsed = Options(f"environment {name!r}", made).parse(
-        options or {}, "rollout.agent.environment.options"
-    )
-    return made(**parsed)
+    declared = Options(f"environment {name!r}", made)
+    return made(**declared.parse(options or {}, "rollout.agent.environment.options"))
 
 
 def environment_module(name: str) -> str:

@@ -84,14 +84,12 @@ class ToolEnvironment:
         answers = await asyncio.gather(
             *(answer(self._tools, call, self._timeout_s, self._max_output) for call in run)
         )
+        malformed = [shorten(m, self._max_output) for m in action.malformed[: self._max_calls]]
         refused = f"error: at most {self._max_calls} calls a turn are run"
         return (
             *answers,
             *(tool_message(refused, call) for call in left),
-            *(
-                tool_message(f"error: {shorten(text, self._max_output)}")
-                for text in action.malformed[: self._max_calls]
-            ),
+            *(tool_message(f"error: {text}") for text in malformed),
         )
 
     async def close(self) -> None:
@@ -409,9 +407,8 @@ class VerifiersEnvironment:
                 "environment 'verifiers' reads extra_info.index, which a row lacks; make the rows "
                 "with engine.agents.environments.verifiers_rows"
             )
-        return _examples(self._id, self._arguments, str(about.get("split", "train")))[
-            int(about["index"])
-        ]
+        examples = _examples(self._id, self._arguments, str(about.get("split", "train")))
+        return examples[int(about["index"])]
 
     async def _next_observation(self) -> Observation:
         """What the rollout asks next, or how it ended."""
@@ -574,14 +571,11 @@ def _plain_message(message: Any) -> Message:
         if any(part.get("type") != "text" for part in content):
             raise EpisodeError("the environment shows more than text, which can't be sampled from")
         content = "\n".join(part["text"] for part in content)
-    calls = [_template_call(call) for call in fields.get("tool_calls") or ()]
+    calls = []
+    for call in fields.get("tool_calls") or ():
+        called = call.get("function", call)
+        arguments = called["arguments"]  # as a mapping
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        function = {"name": called["name"], "arguments": arguments}
+        calls.append({"type": "function", "id": call.get("id", ""), "function": function})
     return {**fields, "content": content} | ({"tool_calls": calls} if calls else {})
-
-
-def _template_call(call: Mapping[str, Any]) -> dict[str, object]:
-    """A call with its arguments as a mapping."""
-    called = call.get("function", call)
-    arguments = called["arguments"]
-    arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    function = {"name": called["name"], "arguments": arguments}
-    return {"type": "function", "id": call.get("id", ""), "function": function}

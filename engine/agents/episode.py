@@ -133,10 +133,7 @@ class Transcript:
         raise RolloutError("a reward came before the first turn; give it with a turn's observation")
 
     def finished(self) -> list[TrainingSequence]:
-        """The training sequences, each up to its last sampled token; one at least.
-
-        Of an episode without a turn it is one without response.
-        """
+        """The sequences, each to its last sampled token; without a turn one without response."""
         for sequence in self.sequences:
             sequence.drop_tail()
         return [sequence for sequence in self.sequences if sequence.token_ids] or self.sequences[:1]
@@ -192,10 +189,7 @@ class EpisodeTokenizer:
         return encode_prompt(self._tokenizer, messages, tools)
 
     def observation(
-        self,
-        messages: Sequence[Message],
-        last_sampled: int,
-        tools: Sequence[Mapping[str, object]],
+        self, messages: Sequence[Message], last_sampled: int, tools: Sequence[Mapping[str, object]]
     ) -> list[int]:
         """What `messages` add after a turn that ended with the token `last_sampled`."""
         ended_by = last_sampled if last_sampled in self.stop_ids else None
@@ -501,18 +495,11 @@ _SAVED_FIELDS = (
     *("messages", "end", "error", "info", "turn_rewards"),
     *("environment_seconds", "truncated", "dropped"),
 )
-_COLUMNS = {
-    "token_ids": torch.int32,
-    "sampled": torch.bool,
-    "log_probs": torch.float32,
-    "versions": torch.int32,
-    "rewards": torch.float64,
-}  # one entry a response token
-_TURN = {
-    "token_ids": torch.int32,
-    "log_probs": torch.float32,
-    "token_versions": torch.int32,
-}
+_COLUMNS = {  # one entry a response token
+    "token_ids": torch.int32, "sampled": torch.bool, "log_probs": torch.float32,
+    "versions": torch.int32, "rewards": torch.float64,
+}  # fmt: skip
+_TURN = {"token_ids": torch.int32, "log_probs": torch.float32, "token_versions": torch.int32}
 
 
 def save_episode(

@@ -277,10 +277,7 @@ async def _text(tools: Mapping[str, Tool], call: ToolCall, timeout_s: float) -> 
 
 
 async def on_thread(function: Callable[[], T]) -> T:
-    """Call a plain function on a daemon thread.
-
-    One whose caller gives up stays on its thread until it returns, and nobody waits for that.
-    """
+    """Call a plain function on a daemon thread; one that is given up goes on there."""
 
     def call() -> T:
         try:
@@ -359,14 +356,10 @@ class _McpServers:
 
     def _tool(self, server: str, listed: ListedTool) -> Tool:
         parameters = dict(listed.input_schema)
-        about = {
-            "name": listed.name,
-            "description": listed.description or "",
-            "parameters": parameters,
-        }
+        about = {"name": listed.name, "description": listed.description or ""}
         return Tool(
             listed.name,
-            {"type": "function", "function": about},
+            {"type": "function", "function": {**about, "parameters": parameters}},
             partial(self._call, server, listed.name),
             partial(_checked, parameters),
         )
@@ -374,8 +367,7 @@ class _McpServers:
     async def _call(self, server: str, tool: str, /, **arguments: object) -> str:
         client = await self._connected(server)
         result = await client.call_tool(tool, arguments)
-        texts = [getattr(part, "text", f"({part.type})") for part in result.content]
-        text = "\n".join(texts)
+        text = "\n".join(getattr(part, "text", f"({part.type})") for part in result.content)
         return f"error: {text}" if result.is_error else text
 
     def _client(self, name: str) -> Client:

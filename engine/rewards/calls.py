@@ -163,9 +163,8 @@ class RewardScorer:
 
     def score_all(self, rows: RewardRows, timeout_s: float) -> Scores:
         """One call on all rows; raise RewardFailure where it fails as a whole."""
-        result = self.score_each({0: rows}, timeout_s).get(0) or late(
-            self.name, len(rows), timeout_s
-        )
+        results = self.score_each({0: rows}, timeout_s)
+        result = results.get(0) or late(self.name, len(rows), timeout_s)
         if isinstance(result, RewardFailure):
             raise result
         return result
@@ -414,19 +413,16 @@ class RewardService:
         """Answer requests until the other end closes."""
         with suppress(EOFError):
             while True:
-                self._score(*self._channel.recv())
+                rows, timeout_s, tick_s = self._channel.recv()
+                if len(rows) == 1:
+                    _seed(*rows.values())
+                before = _generator_states()
+                at_once = 1 if self._draws else AT_ONCE  # draws depend on the order of calls
+                for event in self._threads.events(rows, timeout_s, at_once, tick_s):
+                    self._channel.send(event)
+                if len(rows) == 1 and not self._draws:
+                    self._draws = _generator_states() != before
                 sys.stdout.flush()
-
-    def _score(self, rows: Mapping[int, RewardRows], timeout_s: float, tick_s: float) -> None:
-        """Score rows side by side; one after the other if the function draws from generators."""
-        if len(rows) == 1:
-            _seed(*rows.values())
-        before = _generator_states()
-        at_once = 1 if self._draws else AT_ONCE
-        for event in self._threads.events(rows, timeout_s, at_once, tick_s):
-            self._channel.send(event)
-        if len(rows) == 1 and not self._draws:
-            self._draws = _generator_states() != before
 
 
 def _seed(rows: RewardRows) -> None:
@@ -485,11 +481,7 @@ class RewardProcess(RewardScorer):
         self.name, self.components = loaded
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
-        """As `RewardThreads.score_each`.
-
-        Rows that were under way as the process was lost are tried alone, so that only those that
-        end it fail.
-        """
+        """Score rows; each that is under way when the process is lost is tried alone after it."""
         self._restart()  # which has time of its own
         deadline = time.monotonic() + timeout_s
         groups = deque([list(rows)])

@@ -297,9 +297,8 @@ def code(
     where the host has neither seccomp nor a way to hide its files, unless `weak` allows that.
     """
     tests = read_tests(truth)
-    verdict = tests.judge(
-        program(completion), Limits(memory_mb=memory_mb), timeout_s, stop=not partial
-    )
+    limits = Limits(memory_mb=memory_mb)
+    verdict = tests.judge(program(completion), limits, timeout_s, stop=not partial)
     require_containment(verdict.layers, weak)
     passed = sum(verdict.passed) / len(tests)
     return passed if partial else float(passed == 1)

@@ -51,10 +51,7 @@ async def _ask_each(
     timeout_s: float,
     api_key_env: str,
 ) -> list[T]:
-    """Ask `count` times at once; where that raises RewardError, `missing` stands in, and a warning.
-
-    `api_key_env` names the environment variable with the server's key, if it is set.
-    """
+    """Ask `count` times at once; `missing` and a warning stand in where that raises RewardError."""
     if concurrency < 1 or retries < 0 or timeout_s <= 0:
         raise RewardError(
             f"reward {reward!r} has concurrency={concurrency}, retries={retries} and "
@@ -87,13 +84,7 @@ async def _ask_each(
         answers = await asyncio.gather(
             *(ask(i, post) for i in range(count)), return_exceptions=True
         )
-    results, failures = list[T](), list[BaseException]()
-    for i, answer in enumerate(answers):
-        if isinstance(answer, BaseException):
-            failures.append(answer)
-            results.append(missing(i))
-        else:
-            results.append(answer)
+    failures = [answer for answer in answers if isinstance(answer, BaseException)]
     if failures:
         if not isinstance(failures[0], RewardError):
             raise failures[0]
@@ -101,7 +92,10 @@ async def _ask_each(
             "reward %r: %d of %d requests gave no score: %s",
             *(reward, len(failures), count, failures[0]),
         )
-    return results
+    return [
+        missing(i) if isinstance(answer, BaseException) else answer
+        for i, answer in enumerate(answers)
+    ]
 
 
 # A scorer behind HTTP: yours, in any language, on any machine.

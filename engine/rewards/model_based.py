@@ -180,11 +180,10 @@ class ScoringModel:
         turns = self._plain([*messages, *answer])
         if not self.tokenizer.chat_template:
             return "\n".join(str(turn["content"]) for turn in turns[-2:])
-        return str(
-            self.tokenizer.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=completion is None
-            )
+        text = self.tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=completion is None
         )
+        return str(text)
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, with the tokenizer's around it unless its template has them."""
@@ -278,17 +277,14 @@ def load_scoring_model(
 
 
 def _tokenizer_class(folder: str) -> type[AutoTokenizer | PreTrainedTokenizerBase]:
-    """What reads the folder's tokenizer as it was in training.
-
-    A tokenizer.json of no model's own class is read as it is: beside Qwen2's config.json,
-    AutoTokenizer would split words as Qwen2 does.
-    """
+    """What reads the folder's tokenizer as it was in training."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config = Path(folder) / "tokenizer_config.json"
     if not config.is_file() or not (Path(folder) / "tokenizer.json").is_file():  # a hub id, say
         return AutoTokenizer
     saved = json.loads(config.read_text()).get("tokenizer_class")
+    # Beside Qwen2's config.json, AutoTokenizer would split words as Qwen2 does.
     generic = saved in ("TokenizersBackend", "PreTrainedTokenizerFast")
     return PreTrainedTokenizerFast if generic else AutoTokenizer
 

@@ -33,8 +33,6 @@ from engine.errors import ConfigError, RewardError
 from engine.registry import Options, Registry, import_plugins, keyword_defaults
 
 RewardResult: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]]
-
-
 RewardFunction: TypeAlias = Callable[..., RewardResult | Awaitable[RewardResult]]
 
 

@@ -21,17 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from engine.errors import ConfigError
 from engine.redaction import redact_values
 from engine.registry import keyword_defaults
-from engine.rewards.calls import (
-    OnError,
-    RewardPool,
-    RewardProcess,
-    RewardRows,
-    RewardScorer,
-    RewardThreads,
-    RowResult,
-    score,
-    score_rows,
-)
+from engine.rewards import calls
 from engine.rewards.reward_function import (
     RewardFailure,
     Scores,
@@ -48,7 +38,7 @@ SOURCE = "data_source"
 T = TypeVar("T")
 
 
-class CombinedReward(RewardScorer):
+class CombinedReward(calls.RewardScorer):
     """Several rewards as one: another one for each source of rows, and further components.
 
     The reward of a row's source gives the component `answer`, or those that it names itself; each
@@ -58,9 +48,9 @@ class CombinedReward(RewardScorer):
 
     def __init__(
         self,
-        main: RewardScorer,
-        sources: Mapping[str, RewardScorer],
-        further: Mapping[str, RewardScorer],
+        main: calls.RewardScorer,
+        sources: Mapping[str, calls.RewardScorer],
+        further: Mapping[str, calls.RewardScorer],
     ) -> None:
         """Raises ConfigError for components that can't be told apart."""
         self._main, self._sources, self._further = main, sources, further
@@ -82,7 +72,7 @@ class CombinedReward(RewardScorer):
         """Those that the reward of a source's rows gives, as far as is known, without further."""
         return self._sources.get(str(source), self._main).components or (ANSWER,)
 
-    def score_all(self, rows: RewardRows, timeout_s: float) -> Scores:
+    def score_all(self, rows: calls.RewardRows, timeout_s: float) -> Scores:
         by_source: dict[str, list[int]] = {}
         for row, source in enumerate(rows.columns.get(SOURCE, [""] * len(rows))):
             by_source.setdefault(str(source) if source in self._sources else "", []).append(row)
@@ -90,9 +80,9 @@ class CombinedReward(RewardScorer):
         all_rows = list(range(len(rows)))
         parts += [(reward, all_rows, name) for name, reward in self._further.items()]
 
-        def score_part(part: tuple[RewardScorer, list[int], str]) -> Scores:
+        def score_part(part: tuple[calls.RewardScorer, list[int], str]) -> Scores:
             reward, indices, label = part
-            scores = score_rows(reward, rows.select(indices), timeout_s)[0]
+            scores = calls.score_rows(reward, rows.select(indices), timeout_s)[0]
             if not label or not scores.components:
                 return scores
             failure = RewardFailure(
@@ -122,7 +112,9 @@ class CombinedReward(RewardScorer):
         }
         return Scores.of(order or None, values, failures)
 
-    def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
+    def score_each(
+        self, rows: Mapping[int, calls.RewardRows], timeout_s: float
+    ) -> dict[int, calls.RowResult]:
         return {row: self.score_all(single, timeout_s) for row, single in rows.items()}
 
     def close(self) -> None:
@@ -147,7 +139,7 @@ def open_reward(
     plugins: tuple[str, ...] = (),
     processes: int = 0,
     sample_timeout_s: float = 5.0,
-) -> RewardScorer:
+) -> calls.RewardScorer:
     """Make the reward `name` ready to be called; close it when done.
 
     The engine's own run in this process, or in a pool where they are registered for one; a user's
@@ -159,14 +151,14 @@ def open_reward(
     if is_engines or isolation == "none":
         function, entry = resolve_reward(name, options), registered_reward(name)
         if is_engines and entry is not None and entry.pooled:
-            return RewardPool(name, options, entry, processes, sample_timeout_s)
-        return RewardThreads(function, None if entry is None else entry.components)
+            return calls.RewardPool(name, options, entry, processes, sample_timeout_s)
+        return calls.RewardThreads(function, None if entry is None else entry.components)
     if module == "__main__":
         raise ConfigError(
             f"reward.name={name!r} is defined in the program that runs, which its own process "
             "can't import; move it into a module, or set reward.isolation=none"
         )
-    return RewardProcess(name, options, (module, *plugins))
+    return calls.RewardProcess(name, options, (module, *plugins))
 
 
 RIGHT = ("correct", "answer")  # components that say which completions are right
@@ -182,9 +174,9 @@ class Scorer:
     def __init__(self, config: RewardConfig, plugins: tuple[str, ...] = ()) -> None:
         """`plugins` are the modules that may register the rewards."""
         self.config = config
-        self._opened: list[RewardScorer] = []
+        self._opened: list[calls.RewardScorer] = []
 
-        def opened(spec: RewardSpec) -> RewardScorer:
+        def opened(spec: RewardSpec) -> calls.RewardScorer:
             reward = open_reward(
                 spec.name,
                 spec.options,
@@ -220,11 +212,13 @@ class Scorer:
         prompts: Sequence[str],
         completions: Sequence[str],
         columns: Mapping[str, Sequence[object]],
-        on_error: OnError | None = None,
+        on_error: calls.OnError | None = None,
     ) -> Scores:
         """Score B completions (see `calls.score`), with the configured `on_error` or this one."""
         on_error = on_error or self.config.on_error
-        return score(self.reward, prompts, completions, columns, self.config.timeout_s, on_error)
+        return calls.score(
+            self.reward, prompts, completions, columns, self.config.timeout_s, on_error
+        )
 
     def weights(self, components: tuple[str, ...]) -> list[float]:
         """The components' weights in order, 1.0 unless given; [1.0] for one score without a name.

@@ -207,9 +207,8 @@ def own_root(folder: str, megabytes: int) -> bool:
         os.mkdir(root + "/tmp")
         os.chmod(root + "/tmp", 0o1777)
         os.chdir(root)
-        if _libc.syscall(_PIVOT_ROOT[os.uname().machine], b".", b"."):
-            return False
-        if _libc.umount2(b".", _DETACH):
+        pivot_root = _PIVOT_ROOT[os.uname().machine]
+        if _libc.syscall(pivot_root, b".", b".") or _libc.umount2(b".", _DETACH):
             return False
         os.chdir("/tmp")
     except (OSError, KeyError):

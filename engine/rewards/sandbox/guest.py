@@ -260,10 +260,7 @@ def reference_of(value: object) -> object:
 
 
 def _test(request: dict[str, Any], channel: socket.socket) -> None:
-    """Run the tests of a request, one top-level statement after the other, and print the verdict.
-
-    It is a JSON list: true for each test that passed.
-    """
+    """Run the top-level statements of a request's tests; print as JSON whether each test passed."""
     verdict = sys.stdout
     sys.stdout = sys.stderr
     namespace: dict[str, object] = {"__name__": "tests"}
