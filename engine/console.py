@@ -31,27 +31,16 @@ NOISY = (
     *("sqlalchemy", "torch", "transformers", "urllib3", "vllm"),
 )
 # Read by the libraries when they are imported, here and in the processes they start.
-SILENCE = {
-    "GIT_PYTHON_REFRESH": "quiet",
-    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "MLFLOW_LOGGING_LEVEL": "ERROR",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "PYTHONWARNINGS": "ignore",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_DEDUP_LOGS": "1",
-    "RAY_IGNORE_UNHANDLED_ERRORS": "1",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_USAGE_STATS_PROMPT_ENABLED": "0",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-
+_SILENT_VARIABLES = """
+GIT_PYTHON_REFRESH=quiet HF_HUB_DISABLE_PROGRESS_BARS=1 HF_HUB_DISABLE_TELEMETRY=1
+MLFLOW_DISABLE_TELEMETRY=true MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR=false MLFLOW_LOGGING_LEVEL=ERROR
+MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT=true PYTHONWARNINGS=ignore
+RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 RAY_DEDUP_LOGS=1 RAY_IGNORE_UNHANDLED_ERRORS=1
+RAY_USAGE_STATS_ENABLED=0 RAY_USAGE_STATS_PROMPT_ENABLED=0 TOKENIZERS_PARALLELISM=false
+TRANSFORMERS_NO_ADVISORY_WARNINGS=1 TRANSFORMERS_VERBOSITY=error VLLM_LOGGING_LEVEL=ERROR
+VLLM_NO_USAGE_STATS=1
+"""
+SILENCE = {k: v for k, _, v in (word.partition("=") for word in _SILENT_VARIABLES.split())}
 
 INTERRUPTED = 130  # exit status after Ctrl-C, as a shell has it
 
@@ -171,9 +160,8 @@ def table(title: str, rows: Sequence[Mapping[str, object]], stream: TextIO | Non
         grid.add_row(*(presentable(_short(row.get(column, ""))) for column in columns))
     out = stream or sys.stdout
     # Without a terminal there is no width to keep to, and a path must stay on one line.
-    Console(file=out, width=None if out.isatty() else 200, highlight=False, markup=False).print(
-        grid
-    )
+    width = None if out.isatty() else 200
+    Console(file=out, width=width, highlight=False, markup=False).print(grid)
 
 
 def human_time(seconds: float) -> str:

@@ -15,14 +15,8 @@ import numpy as np
 import pandas as pd
 
 from engine.config import DataConfig, EvaluateConfig, PairsConfig, RewardSpec, RLConfig
+from engine.data import preference_rows
 from engine.data.decontamination import HeldOut, question_text
-from engine.data.preference_rows import (
-    Kind,
-    ScoredGroup,
-    labels_from_groups,
-    pairs_from_groups,
-    read_preference_rows,
-)
 from engine.data.rows import is_filled, normalise, prompt_text
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
@@ -100,7 +94,7 @@ class PreferenceTables:
 def read_preference_tables(
     config: PairsConfig,
     data: DataConfig,
-    kind: Kind,
+    kind: preference_rows.Kind,
     held_out: Iterable[str | Sequence[Mapping[str, object]]],
     seed: int,
 ) -> PreferenceTables:
@@ -112,7 +106,7 @@ def read_preference_tables(
     settings = data.model_copy(
         update={name: getattr(config, name) for name in ("columns", "templates", "bad_rows")}
     )
-    files = read_preference_rows([config.path], settings, kind)
+    files = preference_rows.read_preference_rows([config.path], settings, kind)
     notes = [note for file in files for note in file.notes]
     rows = [row for file in files for row in file.rows]
     test_prompts = HeldOut(data.decontaminate.ngram, data.decontaminate.overlap)
@@ -151,7 +145,7 @@ def _held_out_prompts(prompts: Iterable[str], size: int, seed: int) -> set[str]:
     return apart
 
 
-COLUMNS: dict[Kind, list[str]] = {
+COLUMNS: dict[preference_rows.Kind, list[str]] = {
     "pairs": ["prompt", "chosen", "rejected", "margin", "extra_info"],
     "labels": ["prompt", "completion", "label", "extra_info"],
 }
@@ -173,7 +167,7 @@ def rank_rollouts(
     folder: str | Path,
     rows: pd.DataFrame,
     config: PairsConfig,
-    kind: Kind = "pairs",
+    kind: preference_rows.Kind = "pairs",
     *,
     max_response_length: int,
     seed: int,
@@ -207,11 +201,13 @@ def rank_rollouts(
         for completion in completions:
             score = float(completion.correct) if kind == "labels" else completion.score
             scores.setdefault(completion.text, score)
-        groups.append(ScoredGroup(prompt, scores, {"row": i}))
+        groups.append(preference_rows.ScoredGroup(prompt, scores, {"row": i}))
     ranked = (
-        labels_from_groups(groups, per_group=per_prompt)
+        preference_rows.labels_from_groups(groups, per_group=per_prompt)
         if kind == "labels"
-        else pairs_from_groups(groups, pairs_per_group=per_prompt, min_gap=config.margin)
+        else preference_rows.pairs_from_groups(
+            groups, pairs_per_group=per_prompt, min_gap=config.margin
+        )
     )
     with_row = {row["extra_info"]["row"] for row in ranked}
     metrics: dict[str, float] = {

@@ -9,16 +9,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from engine.cli import settings
 from engine.cli.resolve import Form, Override, Resolved, require_int
 from engine.cli.reward_file import reward_name
-from engine.cli.settings import (
-    OfflineRunConfig,
-    PreferenceRunConfig,
-    RewardModelRunConfig,
-    RunConfig,
-    SFTRunConfig,
-    fill_layouts,
-)
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
 from engine.rewards import require_rewards
@@ -42,7 +35,7 @@ _REWARD_MODEL_OPTIONS = {
 }
 
 
-def _finish_ppo(resolved: Resolved[RunConfig]) -> None:
+def _finish_ppo(resolved: Resolved[settings.RunConfig]) -> None:
     _name_rewards(resolved)
     resolved.drop_nulls()
     overrides = resolved.overrides
@@ -59,7 +52,7 @@ def _finish_ppo(resolved: Resolved[RunConfig]) -> None:
     _drop_idle(resolved)
 
 
-def _drop_idle(resolved: Resolved[RunConfig]) -> None:
+def _drop_idle(resolved: Resolved[settings.RunConfig]) -> None:
     """Drop keys that have no effect in verl either, or tune an engine that doesn't decode."""
     engine = resolved.value("rl.rollout.engine")
     for path, override in list(resolved.overrides.items()):
@@ -76,7 +69,7 @@ def _drop_idle(resolved: Resolved[RunConfig]) -> None:
                 resolved.no_effect(override.key, why)
 
 
-def _name_rewards(resolved: Resolved[RunConfig]) -> None:
+def _name_rewards(resolved: Resolved[settings.RunConfig]) -> None:
     """Make `rl.reward` of verl's keys of rewards; a reward that was named after them wins."""
     sections: dict[str, dict[str, Any]] = {}  # values by verl's section, the latest last
     for path, override in list(resolved.overrides.items()):
@@ -136,7 +129,7 @@ _SFT_KEYS = (
 )
 
 
-def _finish_sft(resolved: Resolved[SFTRunConfig]) -> None:
+def _finish_sft(resolved: Resolved[settings.SFTRunConfig]) -> None:
     """Make columns and ranks of verl's keys for them; refuse to be one of torchrun's processes."""
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigError(
@@ -174,21 +167,21 @@ _REWARD_KEYS += [
 _KEYWORDS = {f"{section}.reward_kwargs": dict for section in REWARD_FILES}
 PPO = Form(
     "main_ppo",
-    RunConfig,
+    settings.RunConfig,
     "rl.",
     keys={**dict.fromkeys(_REWARD_KEYS), **_KEYWORDS},
     finish=_finish_ppo,
-    complete=fill_layouts,
+    complete=settings.fill_layouts,
 )
-SFT = Form("main_sft", SFTRunConfig, keys=dict.fromkeys(_SFT_KEYS), finish=_finish_sft)
-PREFERENCE = Form("main_preference", PreferenceRunConfig)
-REWARD_MODEL = Form("main_reward_model", RewardModelRunConfig)
+SFT = Form("main_sft", settings.SFTRunConfig, keys=dict.fromkeys(_SFT_KEYS), finish=_finish_sft)
+PREFERENCE = Form("main_preference", settings.PreferenceRunConfig)
+REWARD_MODEL = Form("main_reward_model", settings.RewardModelRunConfig)
 
 
-def check_names(config: RunConfig | OfflineRunConfig) -> None:
+def check_names(config: settings.RunConfig | settings.OfflineRunConfig) -> None:
     """Raise an EngineError for the first setting whose value isn't there, without torch and Ray."""
     if not config.model.path:
-        is_rl = isinstance(config, RunConfig)
+        is_rl = isinstance(config, settings.RunConfig)
         key = "actor_rollout_ref.model.path" if is_rl else "model.path"
         raise ConfigError(f"{key} is missing; give a Hugging Face folder or hub id")
     if not config.data.train_files:
@@ -197,7 +190,7 @@ def check_names(config: RunConfig | OfflineRunConfig) -> None:
         if not is_remote(file) and not as_path(file).exists():
             raise DataError(f"{file} does not exist; check the path")
     require_packages(config.run.logger, "run.logger")
-    if isinstance(config, RunConfig):
+    if isinstance(config, settings.RunConfig):
         import_plugins(config.rl.plugins)
         require_rewards(config.rl.reward)
         for setting, teacher in config.rl.algorithm.teacher_models.items():

@@ -10,48 +10,29 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.cli import run_folder
 from engine.cli.rl_run import open_log
-from engine.cli.run_folder import (
-    checkpoint_folder,
-    error_details_file,
-    local_model,
-    make_output_folder,
-    save_atomically,
-)
 from engine.cli.settings import OfflineRunConfig, PreferenceRunConfig, RewardModelRunConfig
 from engine.console import human_time, say
 from engine.controller.launch import ray_session
+from engine.data import training_examples
 from engine.data.tokenizer import load_tokenizer
-from engine.data.training_examples import (
-    PreferenceExample,
-    StepExample,
-    read_preferences,
-    read_reward_pairs,
-    read_sft_pairs,
-    read_steps,
-)
 from engine.errors import DataError
 from engine.models import vocabulary_and_context
 from engine.runtime.policy_runtime import StartModel
+from engine.trainers import preference_learning
 from engine.trainers.offline import SFTExample, SFTTrainer, is_on_ray, total_steps
-from engine.trainers.preference_learning import (
-    LikelihoodRewardTrainer,
-    PreferenceTrainer,
-    ProcessRewardTrainer,
-    RewardModelTrainer,
-)
 from engine.workers.algorithm_options import check_preference_training
 
-AnyExample = PreferenceExample | StepExample | SFTExample
+AnyExample = training_examples.PreferenceExample | training_examples.StepExample | SFTExample
 E = TypeVar("E", bound=AnyExample)
-
 
 _METHODS: dict[str, tuple[str, Any]] = {  # what is said of a kind of training, and its trainer
     "sft": ("fine-tuning", SFTTrainer),
-    "preference": ("", PreferenceTrainer),
-    "sequence": ("Bradley-Terry", RewardModelTrainer),
-    "token": ("process rewards", ProcessRewardTrainer),
-    "likelihood": ("Bradley-Terry of log-probs", LikelihoodRewardTrainer),
+    "preference": ("", preference_learning.PreferenceTrainer),
+    "sequence": ("Bradley-Terry", preference_learning.RewardModelTrainer),
+    "token": ("process rewards", preference_learning.ProcessRewardTrainer),
+    "likelihood": ("Bradley-Terry of log-probs", preference_learning.LikelihoodRewardTrainer),
 }
 
 
@@ -74,12 +55,12 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     if dry_run:
         say(f"{name}: dry run, nothing is trained; the model would be in {config.run.folder()}")
         return None
-    folder = make_output_folder(config.run.folder())
-    checkpoints = checkpoint_folder(folder, config.run.resume_mode)
-    start = StartModel(local_model(model.path), model.dtype, model.lora, config.seed)
+    folder = run_folder.make_output_folder(config.run.folder())
+    checkpoints = run_folder.checkpoint_folder(folder, config.run.resume_mode)
+    start = StartModel(run_folder.local_model(model.path), model.dtype, model.lora, config.seed)
     pad = int(tokenizer.pad_token_id or 0)
     with (
-        error_details_file(folder),
+        run_folder.error_details_file(folder),
         ray_session("ray" if is_on_ray(training) else "local"),
         trainer_class(start, pad, training, seed=config.seed, start=model.path) as trainer,
         open_log(config, folder, resumes=any(checkpoints.glob("step_*"))) as log,
@@ -96,7 +77,7 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
         trainer.on_resume = lambda at, step: say(f"{name}: continues from {at}, step {step}")
         final = trainer.fit(train, validation, checkpoints)
         target = folder / f"step_{steps}"
-        saved = save_atomically(lambda draft: trainer.save(draft, model.path), target)
+        saved = run_folder.save_atomically(lambda draft: trainer.save(draft, model.path), target)
     say(f"{name}: done, {steps} steps in {human_time(time.monotonic() - started)}")
     for metric, value in sorted(final.items()):
         if "/validation_" in metric:
@@ -122,16 +103,17 @@ def _read(
         "max_length": data.max_length or vocabulary_and_context(config.model.path)[1],
         "too_long": data.too_long,
     }
-    read: Callable[..., Sequence[Any]] = read_reward_pairs
+    read: Callable[..., Sequence[Any]] = training_examples.read_reward_pairs
     if isinstance(config, PreferenceRunConfig):
         kind = "labels" if config.preference.loss == "kto" else "pairs"
-        read, options["kind"] = read_preferences, kind
+        read, options["kind"] = training_examples.read_preferences, kind
     elif isinstance(config, RewardModelRunConfig) and kind == "token":
-        read, options["separator"] = read_steps, config.reward_model.step_separator
+        read = training_examples.read_steps
+        options["separator"] = config.reward_model.step_separator
     elif kind == "sft":
-        read = read_sft_pairs
+        read = training_examples.read_sft_pairs
     elif kind == "likelihood":
-        read = read_preferences
+        read = training_examples.read_preferences
     train, validation = (
         read(files, tokenizer, **options) if files else []
         for files in (data.train_files, data.val_files)

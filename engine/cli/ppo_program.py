@@ -7,19 +7,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
-from engine.cli import rl_run
+from engine.cli import rl_run, run_folder
 from engine.cli.program import config_text
-from engine.cli.run_folder import (
-    checkpoint_folder,
-    error_details_file,
-    local_model,
-    make_output_folder,
-    save_atomically,
-)
 from engine.cli.settings import RunConfig
 from engine.config import ActorConfig, CriticConfig, PoolConfig, RLConfig
 from engine.console import human_time, say
@@ -33,25 +26,9 @@ from engine.models import resolve_lora, text_config, vocabulary_and_context
 from engine.models.loading import check_overrides, link_model
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.storage.json_rows import Row
-from engine.trainers.auto_placement import (
-    cluster_has_gpus,
-    local_gpu,
-    model_dtype,
-    step_estimate,
-    workload,
-)
+from engine.trainers import auto_placement, run_spec
 from engine.trainers.layout_checks import check_layouts
 from engine.trainers.run_plan import check_config
-from engine.trainers.run_spec import (
-    default_pools,
-    layout_of,
-    resolve_placement,
-    run_roles,
-    sampler_count,
-)
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(slots=True)
@@ -191,17 +168,17 @@ def run(config: RunConfig) -> Path:
     EngineError; what is wrong with the input is found before any worker starts.
     """
     check_config(config.rl, config.data.max_response_length)
-    folder = make_output_folder(config.run.folder())
-    model = local_model(config.model.path)
+    folder = run_folder.make_output_folder(config.run.folder())
+    model = run_folder.local_model(config.model.path)
     if config.model.override_config:
         base, changes = model, check_overrides(model, config.model.override_config)
         target = folder / "start_model"
-        save_atomically(lambda draft: link_model(base, changes, Path(draft)), target)
+        run_folder.save_atomically(lambda draft: link_model(base, changes, Path(draft)), target)
         model = str(target.absolute())
     config, prompts = _prepare(config, model)
-    checkpoints = checkpoint_folder(folder, config.run.resume_mode)
+    checkpoints = run_folder.checkpoint_folder(folder, config.run.resume_mode)
     with (
-        error_details_file(folder),
+        run_folder.error_details_file(folder),
         rl_run.open_log(config, folder, resumes=any(checkpoints.glob("step_*"))) as log,
         rl_run.placed(config.rl) as rl,
     ):
@@ -239,7 +216,7 @@ def _train(
         config.data.max_response_length,
         folder,
         checkpoints,
-        lambda write, step: save_atomically(write, folder / f"step_{step}"),
+        lambda write, step: run_folder.save_atomically(write, folder / f"step_{step}"),
         rollouts=config.run.rollout_data_dir or folder / ROLLOUTS,
         save_freq=config.run.save_freq,
         keep_last=True,
@@ -271,17 +248,17 @@ def _with_gpus(config: RunConfig) -> RunConfig:
         return config
     if trainer.pools or trainer.placement != "ray" or device == "cpu" or ranks is None:
         return config
-    if not cluster_has_gpus(config.rl):
+    if not auto_placement.cluster_has_gpus(config.rl):
         if device == "cuda":
             raise PlacementError("run.device=cuda, and Ray has no GPU; set trainer.device=cpu")
         say(f"rl: Ray has no GPU, so {ranks} ranks compute on CPUs")
         return config
-    if sampler_count(trainer):
+    if run_spec.sampler_count(trainer):
         raise ConfigError(
             f"run.n_gpus_per_node with trainer.mode={trainer.mode}: say which GPUs decode, by "
             "trainer.placement=auto or trainer.pools"
         )
-    policy, *others = default_pools(run_roles(config.rl)[1])
+    policy, *others = run_spec.default_pools(run_spec.run_roles(config.rl)[1])
     pools = [PoolConfig(roles=roles, cpus=0.0) for roles in others]
     pools.insert(0, PoolConfig(roles=policy, cpus=1.0, gpus=1.0))
     return config.replaced({"rl.trainer.pools": tuple(pools)})
@@ -294,11 +271,11 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     that of this machine, or H100 for ranks of several GPUs.
     """
     check_config(config.rl, config.data.max_response_length)
-    model = local_model(config.model.path)
+    model = run_folder.local_model(config.model.path)
     if config.model.override_config:
         check_overrides(model, config.model.override_config)
     config, prompts = _prepare(config, model)
-    rl = resolve_placement(config.rl)
+    rl = run_spec.resolve_placement(config.rl)
     lora = resolve_lora(model, config.model.lora)
     check_layouts(rl, lora, text_config(model))
     yield config_text(config).rstrip()
@@ -310,16 +287,16 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         f"{prompts.longest} tokens; output in {config.run.folder()}"
     )
     yield from _layout_lines(rl)
-    ranks, per_node = layout_of("actor", rl).world_size, config.run.n_gpus_per_node
+    ranks, per_node = run_spec.layout_of("actor", rl).world_size, config.run.n_gpus_per_node
     kind = accelerator
     if not kind and config.run.device != "cpu":
-        kind = local_gpu() or ("H100" if per_node is not None and per_node > 1 else "")
+        kind = auto_placement.local_gpu() or ("H100" if (per_node or 1) > 1 else "")
     try:
-        work = workload(
+        work = auto_placement.workload(
             rl,
             model_path=model,
             lora=lora,
-            dtype=model_dtype(config.model.dtype, model, rl),
+            dtype=auto_placement.model_dtype(config.model.dtype, model, rl),
             max_response_length=config.data.max_response_length,
             max_model_len=prompts.longest + config.data.max_response_length,
         )
@@ -327,15 +304,15 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         yield f"estimate  none: {error}"
         return
     yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
-    yield from step_estimate(rl, work, ranks, min(ranks, per_node or ranks), kind)
+    yield from auto_placement.step_estimate(rl, work, ranks, min(ranks, per_node or ranks), kind)
 
 
 def _layout_lines(rl: RLConfig) -> Iterator[str]:
     """Yield a step's batches as a table, and which roles share a process."""
-    rollout, trainer, roles = rl.rollout, rl.trainer, run_roles(rl)[1]
+    rollout, trainer, roles = rl.rollout, rl.trainer, run_spec.run_roles(rl)[1]
     completions = trainer.train_batch_size * rollout.n
     sections: dict[str, ActorConfig | CriticConfig] = {"actor": rl.actor, "critic": rl.critic}
-    layouts = {role: layout_of(role, rl) for role in sections if role in roles}
+    layouts = {role: run_spec.layout_of(role, rl) for role in sections if role in roles}
     row = "          {:<7}  {:>7}  {:>7}  {:>13}  {:>12}".format
     yield "batches   completions of a step" + (f", {rollout.n} a prompt" if rollout.n > 1 else "")
     yield row("", "global", "mini", "a rank's mini", "micro")
@@ -344,7 +321,7 @@ def _layout_lines(rl: RLConfig) -> Iterator[str]:
         mini = sections[role].ppo_mini_batch_size or completions
         micro = f"{sections[role].max_tokens_per_micro_batch} tokens"
         yield row(role, completions, mini, f"{mini / layout.data_ranks:g}", micro)
-    pools = [pool.roles for pool in trainer.pools] or default_pools(roles)
+    pools = [pool.roles for pool in trainer.pools] or run_spec.default_pools(roles)
     yield f"placement {trainer.placement}: " + ", ".join("+".join(pool) for pool in pools)
     for role, layout in layouts.items():
         yield f"          {role}: {layout.world_size} rank(s), {layout}"

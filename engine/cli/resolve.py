@@ -22,9 +22,8 @@ from typing import Any, Generic, TypeVar, get_origin
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from engine.config import explain
 from engine.config.base import section_of
-from engine.config.text import PRESETS, read_yaml
+from engine.config.text import PRESETS, explain, read_yaml
 from engine.errors import ConfigError
 
 C = TypeVar("C", bound=BaseModel)

@@ -11,28 +11,20 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from engine.errors import (
-    ConfigError,
-    DataError,
-    EngineError,
-    ModelError,
-    PlacementError,
-    PreemptedError,
-    StorageError,
-)
+from engine import errors
 from engine.redaction import presentable
 from engine.storage.filesystem import fsync, fsync_tree
 
-INPUT_ERRORS = (ConfigError, DataError, ModelError, PlacementError)
+INPUT_ERRORS = (errors.ConfigError, errors.DataError, errors.ModelError, errors.PlacementError)
 DETAILS = "error.txt"
 # Ray unpacks a job's files here on each machine, and deletes them after the job.
 _RAY_JOB_FOLDERS = "runtime_resources/working_dir_files"
 
 
-def short_message(error: EngineError) -> str:
+def short_message(error: errors.EngineError) -> str:
     """Return the error's first line; all of a PlacementError, with its table."""
     text = str(error).strip()
-    return text if isinstance(error, PlacementError) else text.partition("\n")[0]
+    return text if isinstance(error, errors.PlacementError) else text.partition("\n")[0]
 
 
 @contextlib.contextmanager
@@ -42,8 +34,8 @@ def error_details_file(folder: Path) -> Iterator[None]:
     path.unlink(missing_ok=True)
     try:
         yield
-    except EngineError as error:
-        if isinstance(error, (*INPUT_ERRORS, PreemptedError)):
+    except errors.EngineError as error:
+        if isinstance(error, (*INPUT_ERRORS, errors.PreemptedError)):
             raise
         with contextlib.suppress(OSError):  # a full disk may be the very cause
             path.write_text(presentable("".join(traceback.format_exception(error))))
@@ -61,7 +53,7 @@ def make_output_folder(folder: Path) -> Path:
     """Make the output folder of a run; raise before any compute where it can't be written."""
     folder = folder.expanduser().absolute()
     if _RAY_JOB_FOLDERS in str(folder):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"trainer.default_local_dir={folder} lies in the working directory of a Ray job, which "
             "is deleted after it; give an absolute path, or set HYBRIDFLYTE_HOME to one"
         )
@@ -89,7 +81,7 @@ def save_atomically(save: Callable[[str], None], target: Path) -> Path:
     try:
         save(str(draft))
         if not draft.is_dir():
-            raise StorageError(
+            raise errors.StorageError(
                 f"the policy wrote its model on another machine, where {draft} is; put "
                 "trainer.default_local_dir on a file system that all machines share"
             )
@@ -112,7 +104,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StorageError(
+        raise errors.StorageError(
             f"can't write {error.filename or path}: {error.strerror or error}; free space, or give "
             "another trainer.default_local_dir"
         ) from error

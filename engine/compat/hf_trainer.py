@@ -20,11 +20,8 @@ from engine.console import say
 from engine.errors import ConfigError
 
 _FORM = replace(forms.PPO, more_sections=("short",))
-_ALGORITHMS = {
-    "ppo": "gae",
-    "reinforce": "reinforce_plus_plus",
-    "reinforce++": "reinforce_plus_plus",
-}
+_PLUS_PLUS = "reinforce_plus_plus"
+_ALGORITHMS = {"ppo": "gae", "reinforce": _PLUS_PLUS, "reinforce++": _PLUS_PLUS}
 
 
 def read_settings(

@@ -252,7 +252,14 @@ class RLTrainer(rl.RLTrainer):
         if isinstance(actor, str | Path):
             return str(actor), dtype, tokenizer or load_tokenizer(actor)
         tokenizer = tokenizer or getattr(actor, "tokenizer", None)
-        self._actor, folder = _policy_module(actor), self._new_folder("start")
+        if isinstance(actor, HybridActor):
+            if actor._sharded is not None:
+                raise ConfigError(
+                    "RLTrainer got a HybridActor on several ranks; set actor.parallel in config "
+                    "for them"
+                )
+            actor = actor.policy
+        self._actor, folder = actor, self._new_folder("start")
         return str(folder), _write_actor(self._actor, tokenizer, folder), tokenizer
 
     def _new_folder(self, name: str) -> Path:
@@ -285,17 +292,6 @@ def _loader(data: object, run: RunConfig) -> PromptLoader:
 
 
 # Models in memory as the folders that a run's workers load; rewards as settings.
-
-
-def _policy_module(model: object) -> Any:
-    """Return the transformers model of an actor: itself, or that of a `HybridActor` on one rank."""
-    if not isinstance(model, HybridActor):
-        return model
-    if model._sharded is not None:
-        raise ConfigError(
-            "RLTrainer got a HybridActor on several ranks; set actor.parallel in config for them"
-        )
-    return model.policy
 
 
 def _write_actor(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> str:

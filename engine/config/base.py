@@ -6,34 +6,26 @@ import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Self, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    GetJsonSchemaHandler,
-    JsonValue,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+import pydantic
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-Options = dict[str, JsonValue]
+Options = dict[str, pydantic.JsonValue]
 """Options of a registered entry, by name; the entry declares them, and checks names and types."""
 
 
-class Section(BaseModel):
+class Section(pydantic.BaseModel):
     """Base of all sections: immutable, and an unknown key is an error.
 
     A section that is given in part keeps the defaults of the place it stands in: with
     `sft.optim.lr` alone, `sft.optim.schedule` stays SFT's and is not that of `OptimConfig`.
     """
 
-    model_config = ConfigDict(
+    model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _keep_field_defaults(cls, values: object) -> Any:
         if not isinstance(values, Mapping):
@@ -44,9 +36,9 @@ class Section(BaseModel):
             for name, value in values.items()
         }
 
-    @field_validator("*", mode="before")
+    @pydantic.field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: object, info: ValidationInfo) -> Any:
+    def _true_is_no_number(cls, value: object, info: pydantic.ValidationInfo) -> Any:
         kind = cls.model_fields[str(info.field_name)].annotation
         if isinstance(value, bool) and kind in (int, float):
             raise PydanticCustomError("not_a_number", "give a number, not true or false")
@@ -65,7 +57,7 @@ class Section(BaseModel):
         """Yield what is wrong about settings that contradict one another, in sentences."""
         yield from ()
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         for sentence in self.contradictions():
             raise ValueError(sentence)
@@ -75,14 +67,14 @@ class Section(BaseModel):
 class NamedSection(Section):
     """A section for which its `name` alone can stand."""
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _name_alone(cls, value: object) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
     @classmethod
     def __get_pydantic_json_schema__(
-        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+        cls, schema: CoreSchema, handler: pydantic.GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
@@ -98,8 +90,8 @@ def filled_up(section: object, values: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
-def section_of(annotation: object) -> type[BaseModel] | None:
+def section_of(annotation: object) -> type[pydantic.BaseModel] | None:
     """Return the section that a field of this annotation may hold; None for a plain value."""
     kinds = get_args(annotation) if get_origin(annotation) is types.UnionType else (annotation,)
-    sections = (k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel))
+    sections = (k for k in kinds if isinstance(k, type) and issubclass(k, pydantic.BaseModel))
     return next(sections, None)

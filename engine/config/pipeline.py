@@ -98,10 +98,8 @@ def _names(value: object) -> object:
     return tuple("file" if name == "jsonl" else name for name in names)
 
 
-Loggers = Annotated[
-    tuple[Literal["console", "file", "mlflow", "tensorboard", "wandb"], ...],
-    BeforeValidator(_names),
-]
+_Logger = Literal["console", "file", "mlflow", "tensorboard", "wandb"]
+Loggers = Annotated[tuple[_Logger, ...], BeforeValidator(_names)]
 
 
 class TrackingConfig(Section):

@@ -265,11 +265,8 @@ class RLConfig(Section):
 
     def contradictions(self) -> Iterator[str]:
         rows = self.trainer.train_batch_size * self.rollout.n
-        for role, size in (
-            ("actor", self.actor.ppo_mini_batch_size),
-            ("critic", self.critic.ppo_mini_batch_size),
-        ):
-            if size > rows:
+        for role, section in (("actor", self.actor), ("critic", self.critic)):
+            if (size := section.ppo_mini_batch_size) > rows:
                 yield (
                     f"{role}.ppo_mini_batch_size={size} is more than the {rows} completions of a "
                     "step (trainer.train_batch_size × rollout.n); lower it, or set 0 for all"

@@ -25,7 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.beside:
             threading.Thread(target=_exit_with_parent, daemon=True).start()
-        say(_release(options) if options.to else _export_checkpoint(options))
+        if options.to:
+            say(_release(options))
+        else:
+            from engine.trainers.huggingface_export import export_policy  # torch; not for --help
+
+            source = export_policy(options.source, options.out, options.model)
+            say(f"{options.out}: the policy of {source}")
     except EngineError as error:
         say(f"error: {error}", error=True)
         return FAILED
@@ -33,13 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("interrupted; nothing is left", error=True)
         return INTERRUPTED
     return 0
-
-
-def _export_checkpoint(options: argparse.Namespace) -> str:
-    from engine.trainers.huggingface_export import export_policy  # torch; --help needs none
-
-    source = export_policy(options.source, options.out, options.model)
-    return f"{options.out}: the policy of {source}"
 
 
 def _release(options: argparse.Namespace) -> str:
