@@ -13,11 +13,5 @@ from engine.checkpoint.store import (
     open_checkpoint,
 )
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointDraft",
-    "CheckpointStore",
-    "Saver",
-    "find_latest",
-    "open_checkpoint",
-]
+__all__ = ["Checkpoint", "CheckpointDraft", "CheckpointStore", "Saver"]
+__all__ += ["find_latest", "open_checkpoint"]

@@ -93,12 +93,8 @@ def write_state(
         files[file] = folder.write(file, safetensors_bytes(named, metadata))
         parts[part] = {"file": file, "prefix": start}
     size = sum(tensor.nbytes for tensors in groups.values() for tensor in tensors.values())
-    report = {
-        "values": values,
-        "parts": parts,
-        "files": {name: file.model_dump() for name, file in files.items()},
-        "tensor_bytes": size,
-    }
+    entries = {name: entry.model_dump() for name, entry in files.items()}
+    report = {"values": values, "parts": parts, "files": entries, "tensor_bytes": size}
     name = f"{rank_prefix}.json"
     return WrittenFiles(files | {name: folder.write(name, [json.dumps(report).encode()])}, size)
 
@@ -253,7 +249,6 @@ class RankState:
         return None if values is None else insert_tensors(values, {path[0]: self._part(path[0])})
 
     def state_dict(self) -> StateDict:
-        """All of it."""
         parts = {part: self._part(part) for part in {*self._parts, *self._loaded}}
         state: StateDict = insert_tensors(self.values, parts)
         return state

@@ -152,7 +152,6 @@ class FolderLock:
             )
 
     def release(self) -> None:
-        """Give the lock back."""
         self._ended.set()
         self._thread.join(_JOIN_S)
         try:

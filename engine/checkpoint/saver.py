@@ -40,7 +40,6 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether work is under way."""
         return self._done is not None and not self._done.done()
 
     def start(self, work: Callable[[], None]) -> None:

@@ -29,24 +29,17 @@ from torch import Tensor
 
 from engine.errors import CheckpointError, DivergedError
 
+log = logging.getLogger(__name__)
+
 StateDict = dict[str, Any]  # keys are strings; leaves tensors, str, int, float, bool, None or lists
 Tensors = dict[str, Tensor]
 
 WEIGHTS = "model"  # the part of a state that holds a model's weights
 _PLAIN = (str, int, float, NoneType)  # a tuple: `isinstance` is faster with it than with a union
 _MARK = "$tensor"
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_INTEGERS = {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8"}
+_DTYPES = {**_FLOATS, **_INTEGERS, torch.uint8: "U8", torch.bool: "BOOL"}
 
 
 class CpuStager:
@@ -141,11 +134,8 @@ def safetensors_bytes(
     for name in order:
         tensor = tensors[name]
         start, end = end, end + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
@@ -155,24 +145,14 @@ def safetensors_bytes(
             yield flat.view(torch.uint8).numpy().data
 
 
-log = logging.getLogger(__name__)
-
-
 def process_rng() -> StateDict:
     """The state of all global generators of this process, as a state dict."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    state: StateDict = {
-        "python": {"version": version, "words": _int64(words), "gauss": gauss},
-        "numpy": {
-            "kind": kind,
-            "keys": _int64(keys),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
-        "torch": torch.get_rng_state(),
-    }
+    python = {"version": version, "words": _int64(words), "gauss": gauss}
+    numpy: StateDict = {"kind": kind, "keys": _int64(keys), "position": int(position)}
+    numpy |= {"has_gauss": int(has_gauss), "cached": float(cached)}
+    state: StateDict = {"python": python, "numpy": numpy, "torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state

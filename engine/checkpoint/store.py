@@ -104,7 +104,6 @@ class Checkpoint:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics that it was saved with."""
         return self.marker.metrics
 
     @cached_property

@@ -63,7 +63,6 @@ class HeldOut:
         return held_out
 
     def add(self, text: str) -> None:
-        """Hold a text out."""
         words = _words(text)
         self._hashes.add(hash(words))
         for run in self._runs_of(words) if self.overlap else ():

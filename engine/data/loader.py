@@ -59,10 +59,8 @@ class PromptLoader:
             raise DataError("a prompt loader got no rows; give a frame with at least one")
         if batch_size < 1:
             raise ConfigError(f"batch_size={batch_size} must be at least 1")
-        self._rows = [
-            {str(column): value for column, value in row.items()}
-            for row in frame.to_dict("records")
-        ]
+        records = frame.to_dict("records")
+        self._rows = [{str(column): value for column, value in row.items()} for row in records]
         self.batch_size = min(batch_size, len(self._rows))
         self.template_variables = dict(template_variables or {})
         self.truncation = truncation

@@ -50,14 +50,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 def with_preset(config: DataConfig, name: str) -> DataConfig:
     """Settings of `files` that read the data set `name`; what `config` sets stays."""
     preset = PRESETS[name]
-    return config.model_copy(
-        update={
-            "source": "files",
-            "path": config.path or preset["path"],
-            "data_source": config.data_source or preset["data_source"],
-            "templates": {**preset["templates"], **config.templates},
-        }
-    )
+    update = {name: getattr(config, name) or preset[name] for name in ("path", "data_source")}
+    update |= {"source": "files", "templates": {**preset["templates"], **config.templates}}
+    return config.model_copy(update=update)
 
 
 @register_source("math")

@@ -93,12 +93,8 @@ class PassRates:
             array[:] = saved
 
     def _arrays(self) -> dict[str, NDArray[np.generic]]:
-        return {
-            "rate": self._rate,
-            "passed_over": self._passed_over,
-            "uses": self._uses,
-            "chosen": self.chosen,
-        }
+        arrays = (self._rate, self._passed_over, self._uses, self.chosen)
+        return dict(zip(("rate", "passed_over", "uses", "chosen"), arrays, strict=True))
 
 
 def observed_rates(batch: Batch) -> Iterator[tuple[object, float]]:
@@ -295,10 +291,8 @@ def make_order(
         )
     if any(weight <= 0 for weight in weights.values()):
         raise ConfigError(f"data.sampling.weights={weights}: weights must be above 0")
-    orders = {
-        name: epochs(indices, (1, number))
-        for number, (name, indices) in enumerate(by_source.items())
-    }
+    sources = enumerate(by_source.items())
+    orders = {name: epochs(indices, (1, number)) for number, (name, indices) in sources}
     return WeightedOrder(by_source, orders, weights, seed)
 
 

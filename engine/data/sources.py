@@ -67,11 +67,9 @@ class Source(Protocol):
     def load(self, config: DataConfig, seed: int) -> Splits: ...
 
 
+_BUILT_IN = ("engine.data.word_problems", "engine.data.math_problems")
 _registry: Registry[Callable[..., Source]] = Registry(
-    "data source",
-    "data.source",
-    ("engine.data.word_problems", "engine.data.math_problems"),
-    "@register_source(name)",
+    "data source", "data.source", _BUILT_IN, "@register_source(name)"
 )
 register_source = _registry.register
 """Class decorator: make a source selectable as `data.source=<name>`.

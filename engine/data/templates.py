@@ -430,12 +430,9 @@ _TURN = "SampledTurn7f3a"  # what the policy is made to have said
 _BEFORE = {"role": "user", "content": "?"}
 _TURN_OF_TEXT: Message = {"role": "assistant", "content": _TURN}
 # For a template in which tools answer only to calls; Mistral's wants ids of nine characters.
-_CALL = {"name": "tool", "arguments": {"text": _TURN}}
-_TURN_OF_A_CALL: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"type": "function", "id": "call00000", "function": _CALL}],
-}
+_FUNCTION = {"name": "tool", "arguments": {"text": _TURN}}
+_CALL = {"type": "function", "id": "call00000", "function": _FUNCTION}
+_TURN_OF_A_CALL: Message = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 def encode_continuation(

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import operator
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import add, mul, sub
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +127,7 @@ LEVELS: dict[int, Level] = {
     4: Level(steps=4, largest=199, product_share=0.35),
     5: Level(steps=5, largest=999, product_share=0.45),
 }
-_OPERATIONS: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-}
+_OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,10 +363,6 @@ class Arithmetic:
 
 def _sizes(config: DataConfig) -> dict[str, int]:
     """Rows a split. The test split comes first, so no other size changes what is in it."""
-    return {
-        "test": config.test_size,
-        "validation": config.validation_size,
-        "sft_validation": config.validation_size,
-        "train": config.train_size,
-        "sft_train": config.sft_size,
-    }
+    sizes = {"test": config.test_size}
+    sizes |= dict.fromkeys(("validation", "sft_validation"), config.validation_size)
+    return sizes | {"train": config.train_size, "sft_train": config.sft_size}

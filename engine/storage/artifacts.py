@@ -28,19 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from engine.errors import LineageError, StorageError
 from engine.redaction import redact, redact_values
-from engine.storage import filesystem
-from engine.storage.digests import (
-    MANIFEST,
-    SHA256,
-    FileEntry,
-    code_version,
-    content_digest,
-    hash_file,
-    hash_files,
-    require_inside,
-    sources_digest,
-    tree_digest,
-)
+from engine.storage import digests, filesystem
+from engine.storage.digests import MANIFEST, FileEntry
 from engine.storage.s3 import Objects, download, upload
 
 SCHEMA_VERSION = 2
@@ -91,7 +80,7 @@ class Manifest(Draft):
     """All of `manifest.json`."""
 
     schema_version: int = SCHEMA_VERSION
-    digest: str = Field(pattern=SHA256, description="Content digest of all other files")
+    digest: str = Field(pattern=digests.SHA256, description="Content digest of all other files")
     files: dict[str, FileEntry] = Field(description="By path below the folder, with / inside")
     code_version: str
     sources_digest: str
@@ -119,17 +108,17 @@ def json_digest(values: Mapping[str, object]) -> str:
 def write_manifest(folder: str | Path, draft: Draft) -> Manifest:
     """Write a local folder's manifest.json, without credentials; LineageError for a bad config."""
     folder, draft = Path(folder), draft.redacted()
-    files = hash_files(folder)
+    files = digests.hash_files(folder)
     try:
         config_digest = json_digest(draft.config)
     except (TypeError, ValueError) as error:
         raise LineageError(f"config of the {draft.kind} artifact is not JSON: {error}") from None
     manifest = Manifest(
         **dict(draft),
-        digest=content_digest(files),
+        digest=digests.content_digest(files),
         files=files,
-        code_version=code_version(),
-        sources_digest=sources_digest(),
+        code_version=digests.code_version(),
+        sources_digest=digests.sources_digest(),
         config_digest=config_digest,
         created_at=datetime.now(UTC).replace(microsecond=0),
     )
@@ -168,7 +157,7 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"]) or "the whole"
         raise LineageError(f"{where} is not a manifest: {field}: {first['msg']}") from None
-    require_inside(manifest.files, where, LineageError)
+    digests.require_inside(manifest.files, where, LineageError)
     manifest._own_digest = hashlib.sha256(data).hexdigest()
     return manifest
 
@@ -184,7 +173,7 @@ def verify(folder: str | Path) -> Manifest:
 def differences(folder: str | Path, manifest: Manifest) -> list[str]:
     """Re-hash a folder; return a sentence for each thing that is not as its manifest says."""
     try:
-        present = hash_files(folder)
+        present = digests.hash_files(folder)
     except LineageError as error:
         return [str(error)]
     faults = []
@@ -202,7 +191,7 @@ def differences(folder: str | Path, manifest: Manifest) -> list[str]:
         return faults
     try:
         computed = {
-            "digest": content_digest(present),
+            "digest": digests.content_digest(present),
             "config_digest": json_digest(manifest.config),
         }
     except ValueError:
@@ -318,10 +307,8 @@ def local_path(uri: str | Path) -> Path:
 
 def _download(uri: str) -> Path:
     key = hashlib.sha256(uri.encode()).hexdigest()[:16]
-    target = (
-        filesystem.local_copy_path(uri)
-        or filesystem.home() / ".cache" / key / uri.rsplit("/", 1)[-1]
-    )
+    cached = filesystem.home() / ".cache" / key / uri.rsplit("/", 1)[-1]
+    target = filesystem.local_copy_path(uri) or cached
     try:
         with filesystem.translated(uri, StorageError, "download", keep=(FileNotFoundError,)):
             files = filesystem.Files(uri)
@@ -362,8 +349,10 @@ def _is_equal(target: Path, draft: Path, manifest: bytes | None) -> bool:
     if manifest is not None:
         return _is_copy(target, manifest)
     with contextlib.suppress(LineageError, OSError):
-        digests = [hash_file(p) if p.is_file() else tree_digest(p) for p in (target, draft)]
-        return digests[0] == digests[1]
+        present, downloaded = (
+            digests.hash_file(p) if p.is_file() else digests.tree_digest(p) for p in (target, draft)
+        )
+        return present == downloaded
     return False
 
 

@@ -347,12 +347,8 @@ class Files:
 
     def read_range(self, name: str, start: int | None, end: int | None) -> bytes:
         """Return the bytes of an S3 object from `start` up to `end`, or all, in one request."""
-        path, limit = self.path_of(name), self.timeouts.request
-        return self.request(
-            lambda: bytes(
-                self.fs.cat_file(path, start=start, end=end, max_concurrency=1, timeout=limit)
-            )
-        )
+        part = {"start": start, "end": end, "max_concurrency": 1, "timeout": self.timeouts.request}
+        return self.request(lambda: bytes(self.fs.cat_file(self.path_of(name), **part)))
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file, whole or not at all on a disk and in S3."""

@@ -79,7 +79,6 @@ class Folder:
         return {name: int(entry["size"] or 0) for name, entry in files.items()}
 
     def folders(self) -> list[str]:
-        """Names of the folders in this one."""
         return sorted(k for k, entry in self.entries().items() if entry["type"] == "directory")
 
     def create(self) -> None:

@@ -67,11 +67,8 @@ class Objects(filesystem.Files):
         where there is an object at all. A store that knows no conditional writes overwrites it.
         """
         sha = hashlib.sha256(data)
-        arguments = {
-            "Body": data,
-            "ChecksumSHA256": _base64(sha.digest()),
-            "Metadata": {SHA256_KEY: sha.hexdigest()},
-        }
+        metadata = {SHA256_KEY: sha.hexdigest()}
+        arguments = {"Body": data, "ChecksumSHA256": _base64(sha.digest()), "Metadata": metadata}
         with self._translated("written", name):
             if only_if is not None:
                 condition = {"IfMatch": only_if} if only_if else {"IfNoneMatch": "*"}
@@ -122,8 +119,7 @@ class Objects(filesystem.Files):
         """Delete the parts of an object; a failure is logged, or it would hide why this happens."""
         where = {"Bucket": self._bucket, "Key": self._key_of(name), "UploadId": upload}
         try:
-            limit = filesystem.QUICK.request
-            self.fs.call_s3("abort_multipart_upload", **where, timeout=limit)
+            self.fs.call_s3("abort_multipart_upload", **where, timeout=filesystem.QUICK.request)
         except Exception as error:  # botocore's and s3fs's have no common base
             warning = "parts of %s/%s stay in the bucket until its lifecycle removes them: %s"
             log.warning(warning, self.uri, name, filesystem.error_text(error))
@@ -293,7 +289,6 @@ def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = 
     sizes = objects.sizes()
 
     def is_there(name: str) -> bool:
-        """Whether a file is there, as this module wrote it."""
         return sizes.get(name) == files[name].size and (
             objects.head(name).get("Metadata", {}).get(SHA256_KEY) == files[name].sha256
         )
@@ -335,10 +330,8 @@ def download(
             file.truncate(entry.size)
         ranges += [(name, start, entry.size) for start in range(0, entry.size, RANGE)]
     total = sum(entry.size for entry in files.values())
-    with (
-        ThreadPoolExecutor(PARALLEL, thread_name_prefix="download") as pool,
-        _moving(total, label) as moved,
-    ):
+    threads = ThreadPoolExecutor(PARALLEL, thread_name_prefix="download")
+    with threads as pool, _moving(total, label) as moved:
 
         def fetch(name: str, start: int, size: int) -> None:
             end = min(start + RANGE, size)
