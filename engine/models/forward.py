@@ -113,10 +113,7 @@ def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None
 
 @torch.no_grad()
 def packing_error(model: nn.Module, batch: Batch) -> float:
-    """Measure ‖packed − padded‖/‖padded‖ of hidden states, the mean over tokens.
-
-    `model` is one that packing was applied to.
-    """
+    """Measure ‖packed − padded‖/‖padded‖ of a packed model's hidden states, a mean over tokens."""
     seqs = left_align(batch)
     rows = pack(model, seqs, True)
     assert rows is not None
@@ -161,10 +158,7 @@ def read_states(
     statistics: TokenStatistics,
     **options: Unpack[StatisticsOptions],
 ) -> TokenOutputs:
-    """Read what `read_tokens` does off the hidden states `[N, H]` that `head` reads.
-
-    A plain head gives the statistics a chunk of tokens at a time, without their logits.
-    """
+    """Read what `read_tokens` does off hidden states `[N, H]`, in chunks where `head` is plain."""
     if statistics is not token_statistics or not takes_chunks(head):
         return read_tokens(head(states), seqs, batch, temperature, statistics, **options)
     seqs = seqs.to(states.device)

@@ -46,10 +46,7 @@ MIN_HIDDEN_SIZE = 96  # the narrowest whose learning was compared, see docs/prec
 
 
 def computes_in_bfloat16(*, gpu: bool) -> bool:
-    """Decide whether a GPU, or this machine's CPU, multiplies bfloat16 matrices in hardware.
-
-    A GPU of another machine is assumed to.
-    """
+    """Decide whether this CPU, or a GPU (of another machine: yes), has bfloat16 in hardware."""
     if gpu:
         return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(False)
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
@@ -86,10 +83,7 @@ def check_dtype(dtype: str) -> None:
 
 
 class _ModelLock(ContextDecorator):
-    """Has other threads wait while a function makes a model.
-
-    Meanwhile transformers has set the process's default dtype, initialisers and random generator.
-    """
+    """Has other threads wait while a model is made, as transformers changes global state then."""
 
     _lock = threading.RLock()
 
@@ -107,10 +101,7 @@ with_model_lock = _ModelLock()
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """Make a small Qwen2-shaped model with random weights drawn, in float32, from `seed`.
-
-    The vocabulary is the tokenizer's; input and output embeddings are tied.
-    """
+    """Make a small, tied Qwen2 of the tokenizer's vocabulary, drawn in float32 from `seed`."""
     shape = Qwen2Config(
         vocab_size=len(tokenizer),
         tie_word_embeddings=True,
@@ -176,10 +167,7 @@ def load_pretrained(
 
 
 def adapter_base_path(path: str | Path) -> str | None:
-    """Return the model, with its revision, of an adapter's folder; None for other folders.
-
-    Raises ModelError when the folder doesn't say.
-    """
+    """Return an adapter's base, with its revision; None for others, ModelError if it isn't said."""
     config = Path(path) / "adapter_config.json"
     if not config.is_file():
         return None
@@ -287,29 +275,20 @@ def check_context(prompt_tokens: int, response_tokens: int, context: int) -> Non
 
 
 def vocabulary_and_context(path: str | Path) -> tuple[int, int]:
-    """Return the embedding's size and the context (tokens) of a model, without its weights.
-
-    Raises ModelError when its configuration can't be read.
-    """
+    """Return a model's embedding size and context (tokens); ModelError for a bad configuration."""
     config = text_config(path)
     return int(config.vocab_size), int(getattr(config, "max_position_embeddings", 1 << 30))
 
 
 def text_config(path: str | Path) -> PretrainedConfig:
-    """Return the transformers configuration of a model's text part, or of an adapter's base.
-
-    Raises ModelError when it can't be read.
-    """
+    """Return the configuration of a model's text part, or of an adapter's base; or ModelError."""
     if (base := adapter_base_path(path)) is not None:
         return text_config(base)
     return load_model_config(path).get_text_config()
 
 
 def saved_dtype(path: str | Path) -> str:
-    """Return the dtype of a model's weights by its configuration; float32 where it has none.
-
-    Raises ModelError as `text_config`.
-    """
+    """Return the dtype of a model's weights, by default float32; ModelError as `text_config`."""
     name = str(text_config(path).dtype).removeprefix("torch.")
     return name if name in DTYPES else "float32"
 

@@ -162,10 +162,7 @@ def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
 def save_adapter(
     model: PreTrainedModel, folder: Path, values: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Write the adapters alone, as peft's `PeftModel.from_pretrained(base, folder)` reads them.
-
-    `values`: theirs by parameter name; None: those that `model` has.
-    """
+    """Write the adapters, or `values` by parameter name, as peft's `from_pretrained` reads them."""
     write_adapter(adapter_tensors(model, values), model.peft_config[ADAPTER], folder)
 
 
@@ -190,10 +187,7 @@ def write_adapter(tensors: Mapping[str, Tensor], settings: PeftConfigLike, folde
 
 
 def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the state dict of `model` without adapters: W + α/r · B·A where it had one.
-
-    A quantised W is what it is computed with: adapters were trained on that, not on the original.
-    """
+    """Return the state dict of `model` without adapters: W + α/r · B·A where it had one."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     modules: dict[str, nn.Module] = dict(model.named_modules())
@@ -207,6 +201,7 @@ def _merged_weights(model: PreTrainedModel) -> dict[str, Tensor]:
         if isinstance(linear, QuantizedLinear):
             if rest not in ("weight", "bias"):
                 continue  # its scales
+            # Adapters were trained on these numbers, not on the original's.
             tensor = linear.dense() if rest == "weight" else tensor
         if rest == "weight" and isinstance(adapted, BaseTunerLayer):
             delta = adapted.get_delta_weight(ADAPTER)  # type: ignore[operator]  # of its layers

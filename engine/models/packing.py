@@ -225,10 +225,7 @@ def _prefix(path: Sequence[tuple[int, int, int]], at: int) -> list[int]:
 
 
 def same_prompts(ids: Tensor, prompts: Tensor) -> list[list[int]]:
-    """Group the rows of `ids` [B, L] whose first `prompts` [B] tokens are the same.
-
-    Groups come in the order of their first rows.
-    """
+    """Group rows of `ids` [B, L] by their first `prompts` [B] tokens, in order of first rows."""
     groups: dict[bytes, list[int]] = {}
     for row, (tokens, end) in enumerate(zip(ids.cpu().numpy(), prompts.tolist(), strict=True)):
         groups.setdefault(tokens[:end].tobytes(), []).append(row)

@@ -230,11 +230,9 @@ def open_critic_model(
 
 
 def _with_adapters(opened: UnloadedModel, put: Callable[[Any], None]) -> UnloadedModel:
-    """Put adapters into the model by `put`; the model's own weights stay in the files.
-
-    peft makes adapters on the device of what they adapt: meanwhile single zeros on the CPU.
-    """
+    """Put adapters into the model by `put`; the model's own weights stay in the files."""
     module = opened.module
+    # peft makes adapters on the device of what they adapt: meanwhile single zeros on the CPU.
     _replace_parameters(module, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
     put(module)
     values = {n: p.detach() for n, p in module.named_parameters() if ".lora_" in n}
@@ -260,10 +258,7 @@ class _WholeOnly(Exception):
 
 
 def _open(path: str | Path, dtype: str, kind: Any) -> UnloadedModel | None:
-    """Build a model by an automatic class of transformers; None where it must be loaded whole.
-
-    Where ranks share the model, the first warns that each loads all of it.
-    """
+    """Build a model by an automatic class of transformers; None where it must be loaded whole."""
     try:
         return _build(path, loading.DTYPES[dtype], kind)
     except _WholeOnly as why:

@@ -6,8 +6,9 @@ checkpointed activations again. `forward` tells it how the rows lie in the pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,7 @@ _OPEN = "routing"  # an attribute of a model's body while a Routing is open
 
 
 class Routing:
-    """The routers of one pass over a batch.
-
-    Tokens of the pass, T in all, are padded rows one after the other, or packed ones.
-    """
+    """The routers of one pass over a batch, of T tokens: padded rows one by one, or packed ones."""
 
     def __init__(self, model: nn.Module, batch: Batch, replay: bool) -> None:
         """`replay`: let routers choose what the batch's `routed_experts` say."""
@@ -84,18 +82,15 @@ class Routing:
         columns = torch.arange(seqs.input_ids.shape[1], device=ends.device)
         return columns < ends[:, None]
 
-    def _hook(self, layer: int) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-        def choose(
-            router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            logits, scores, chosen = output
-            if self._replayed is not None:
-                chosen = self._replayed[:, layer]
-                scores = _scores(router, logits, chosen).to(scores.dtype)
-            self._logits[layer], self._chosen[layer] = logits, chosen
-            return logits, scores, chosen
-
-        return choose
+    def _choose(
+        self, layer: int, router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits, scores, chosen = output
+        if self._replayed is not None:
+            chosen = self._replayed[:, layer]
+            scores = _scores(router, logits, chosen).to(scores.dtype)
+        self._logits[layer], self._chosen[layer] = logits, chosen
+        return logits, scores, chosen
 
 
 @contextmanager
@@ -103,7 +98,7 @@ def routing(model: nn.Module, batch: Batch, *, replay: bool = False) -> Iterator
     """Record what `model`'s routers choose in a pass over `batch`, or `replay` what it says."""
     opened, body = Routing(model, batch, replay), _body(model)
     handles = [
-        router.register_forward_hook(opened._hook(layer))
+        router.register_forward_hook(partial(opened._choose, layer))
         for layer, router in enumerate(opened._routers)
     ]
     body.__dict__[_OPEN] = opened

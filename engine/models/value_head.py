@@ -147,8 +147,7 @@ def classifier_of(
 ) -> PreTrainedModel:
     """Make a classifier (of tokens or sequences) of one label for a causal LM, without storage.
 
-    It has no storage. Raises ModelError for a family that has none, or with another head than one
-    row.
+    Raises ModelError for a family that has none, or with another head than one row.
     """
     config = copy.deepcopy(config)
     config.num_labels, config.pad_token_id = 1, pad_token_id
@@ -171,10 +170,7 @@ def classifier_of(
 def classifier_tensors(
     classifier: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a critic's tensors under the classifier's names.
-
-    A bias of the head that the classifier doesn't have is 0, and left out.
-    """
+    """Yield a critic's tensors under the classifier's names; a bias that it lacks is left out."""
     known, head = classifier.state_dict().keys(), _of_head(classifier)
     for name, tensor in tensors:
         body_name = name.replace("backbone.", f"{classifier.base_model_prefix}.", 1)

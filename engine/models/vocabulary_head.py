@@ -123,10 +123,7 @@ _FEWEST_TOKENS = 256  # of a chunk, or its matrix product would be slow
 
 
 def takes_chunks(head: object) -> TypeGuard[nn.Linear]:
-    """Tell whether `chunked_statistics` computes what `head` does: a plain linear layer.
-
-    Not one that is split over ranks, quantised, adapted, or has hooks.
-    """
+    """Tell whether `head` is a plain linear layer: not split, quantised, adapted or with hooks."""
     if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
         return False
     weight: Tensor = head.weight
@@ -327,10 +324,7 @@ def _logits_gradient(
     *,
     in_place: bool,
 ) -> Tensor:
-    """Compute gradients of logits [n, V]; `read` is what `_statistics` returned of them.
-
-    `in_place`: they may be written over it.
-    """
+    """Compute gradients of logits [n, V], `in_place` over `read`, which `_statistics` returned."""
     entropy = (entropies, grad_entropy) if request.entropy_gradient else None
     numbers = targets, sums, grad_log_probs, request.temperature, entropy
     if training_ops.takes(read):

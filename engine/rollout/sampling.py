@@ -130,15 +130,12 @@ def _nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _invert(probs: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index `[R, 1]` where the sum of `probs` `[R, K]` passes `noise`, and its log.
-
-    The index is the first whose sum exceeds the target, and the target lies below the last sum, so
-    a token of probability 0, which leaves the sum where it was, is never chosen.
-    """
+    """Return the index `[R, 1]` where the sum of `probs` `[R, K]` passes `noise`, and its log."""
     if probs.shape[-1] > 2 * _BLOCK:
         return _invert_blocks(probs, noise)
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:].contiguous()
+    # Below the last sum: a token of probability 0, which leaves the sum as it is, is never chosen.
     target = torch.minimum(noise[:, None] * total, total.nextafter(torch.zeros_like(total)))
     index = torch.searchsorted(cdf, target, right=True).clamp_(max=probs.shape[-1] - 1)
     chosen = probs.gather(1, index)

@@ -95,19 +95,9 @@ OnResume = Callable[[str, int], None]  # the checkpoint's address, its step
 MAY_CHANGE = ("optim", "max_tokens_per_micro_batch")
 # How long, where and how a run is done: not recorded.
 MAY_DIFFER = {
-    "skip",
-    "reference_cache",
-    "save_freq",
-    "max_checkpoints_to_keep",
-    "max_attempts",
-    "on_damaged_checkpoints",
-    "preemption_grace_s",
-    "threads",
-    "parallel",
-    "placement",
-    "pools",
-    "start_timeout_s",
-    "step_timeout_s",
+    *("skip", "reference_cache", "save_freq", "max_checkpoints_to_keep", "max_attempts"),
+    *("on_damaged_checkpoints", "preemption_grace_s", "threads", "parallel", "placement", "pools"),
+    *("start_timeout_s", "step_timeout_s"),
 }
 
 
@@ -370,11 +360,8 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         return recorded_settings(self.config) | resume.flat(inputs)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
-        """Row numbers of each of `total` steps; every epoch in a new order.
-
-        A batch is drawn at random, and sorted by length only into micro-batches: rows of one length
-        have one answer style.
-        """
+        """Row numbers of each of `total` steps; every epoch in a new order."""
+        # Not by length, as micro-batches are: rows of one length have one answer style.
         generator = torch.Generator().manual_seed(self.seed)
         size = min(self.config.train_batch_size, len(train))
         batches: list[list[int]] = []

@@ -116,10 +116,8 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
 
     def _check_kind(self, examples: Sequence[PreferenceExample]) -> None:
         labelled = self.config.loss == "kto"
+        what = "completions with a label" if labelled else "pairs of a chosen and a rejected one"
         if any(isinstance(example, LabelledExample) != labelled for example in examples):
-            what = (
-                "completions with a label" if labelled else "pairs of a chosen and a rejected one"
-            )
             kind = "labels" if labelled else "pairs"
             raise DataError(
                 f"preference.loss={self.config.loss} learns from {what}; read the rows as "
@@ -128,10 +126,8 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
 
     def _cache_name(self, examples: Sequence[PreferenceExample]) -> str:
         """Of the weights that training starts from, as they are computed with, and the examples."""
-        fingerprint, dtype = (
-            done(self._ranks.start_fingerprint()),
-            self.config.parallel.compute_dtype,
-        )
+        fingerprint = done(self._ranks.start_fingerprint())
+        dtype = self.config.parallel.compute_dtype
         text = "\0".join([self.start, fingerprint, str(dtype), examples_digest(examples)])
         return f"{hashlib.sha256(text.encode()).hexdigest()}.safetensors"
 

@@ -97,20 +97,11 @@ _MAY_DIFFER: dict[str, bool | set[str]] = {
 }
 # Read again at every step and part of no saved state, so that a resumed run may have others.
 MAY_CHANGE = (
-    "rl.actor.optim",
-    "rl.actor.clip_ratio",
-    "rl.actor.clip_ratio_low",
-    "rl.actor.clip_ratio_high",
-    "rl.actor.clip_ratio_c",
-    "rl.actor.entropy_coeff",
-    "rl.actor.kl_loss_coef",
-    "rl.rollout.agent.save_freq_s",
-    "rl.rollout.agent.num_workers",
-    "rl.rollout.agent.concurrency",
-    "rl.critic.optim",
-    "rl.critic.cliprange_value",
-    "rl.reward.timeout_s",
-    "rl.reward.on_error",
+    *("rl.actor.optim", "rl.actor.clip_ratio", "rl.actor.clip_ratio_low"),
+    *("rl.actor.clip_ratio_high", "rl.actor.clip_ratio_c", "rl.actor.entropy_coeff"),
+    *("rl.actor.kl_loss_coef", "rl.rollout.agent.save_freq_s", "rl.rollout.agent.num_workers"),
+    *("rl.rollout.agent.concurrency", "rl.critic.optim", "rl.critic.cliprange_value"),
+    *("rl.reward.timeout_s", "rl.reward.on_error"),
 )
 
 

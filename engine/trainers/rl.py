@@ -129,11 +129,7 @@ class RLTrainer:
             return metrics
 
     def _train(
-        self,
-        stop: int,
-        saver: Saver | None,
-        notice: PreemptionNotice,
-        recorder: StepRecorder,
+        self, stop: int, saver: Saver | None, notice: PreemptionNotice, recorder: StepRecorder
     ) -> Metrics:
         settings, metrics = self.config.trainer, Metrics()
         while self.step < stop:

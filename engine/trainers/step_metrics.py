@@ -98,12 +98,9 @@ def _episode_metrics(batch: Batch, prefix: str) -> dict[str, float]:
 
 
 def _reward_metrics(batch: Batch, prefix: str) -> dict[str, float]:
-    """Share of right completions and means of the components; of several sources also by source.
-
-    Rows whose reward failed count as wrong, and are left out of means.
-    """
+    """Share of right completions and means of the components; of several sources also by source."""
     last_rows = _last_rows(batch)
-    scored = last_rows & ~batch["reward_error"]
+    scored = last_rows & ~batch["reward_error"]  # where it failed, the completion counts as wrong
     right = torch.tensor(batch.columns["reward_correct"].astype(float))
     means: dict[str, torch.Tensor] = {}
     if "reward_components" in batch:

@@ -99,10 +99,7 @@ class KeptPrefix:
 
 
 class KeptPrefixes:
-    """Prefixes by the key of their request, at most `max_tokens` tokens of them.
-
-    The oldest are dropped first: their next turn computes its whole prompt.
-    """
+    """Prefixes by the key of their request, at most `max_tokens` tokens; the oldest go first."""
 
     def __init__(self, max_tokens: int) -> None:
         self.tokens = 0
@@ -304,7 +301,9 @@ class SharedPromptCache(KVCache):
     def begin(self, columns: Tensor, width: int | None = None) -> None:
         super().begin(columns, width)
         if not self._scratch_fits:
-            self._make_scratch()
+            self._queries = self._prompts.new_zeros(self._scratch_shape(self.shape.head_dim))
+            self._probs = self._prompts.new_zeros(self._scratch_shape(self._prompts.shape[4]))
+            self._scratch_fits = True
         self._at = self._group[: len(columns)], slice(None), self._member[: len(columns)]
         positions = torch.arange(self._prompts.shape[4], device=columns.device)
         padding = positions >= self._lengths[:, None]
@@ -347,12 +346,6 @@ class SharedPromptCache(KVCache):
             self._group.zero_()
             self._member.fill_(self._n)  # finished slots must not write where a running one does
             self._group[running], self._member[running] = inverse, members
-
-    def _make_scratch(self) -> None:
-        width = self._prompts.shape[4]
-        self._queries = self._prompts.new_zeros(self._scratch_shape(self.shape.head_dim))
-        self._probs = self._prompts.new_zeros(self._scratch_shape(width))
-        self._scratch_fits = True
 
     def _scratch_shape(self, last: int) -> tuple[int, ...]:
         """Return the shape of all members' queries; each group has a spare for finished slots."""

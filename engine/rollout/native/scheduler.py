@@ -125,7 +125,8 @@ class Slots:
     def compact(self) -> None:
         """Close the gaps that finished sequences leave, once they are worth the copying."""
         running = self.running
-        slots_needed = _slots_for(running)
+        step = 1 << max(2, running.bit_length() - 4)  # of eight numbers an octave, at least
+        slots_needed = -(-running // step) * step
         if slots_needed >= self._used:
             return
         running_slots = self.running_slots()
@@ -139,12 +140,6 @@ class Slots:
 
     def _finished_slots(self) -> Tensor:
         return (self._row[: self._used] == self._table.capacity).nonzero()[:, 0]
-
-
-def _slots_for(running: int) -> int:
-    """Round `running` up to a number of slots: one of eight an octave, at least."""
-    step = 1 << max(2, running.bit_length() - 4)
-    return -(-running // step) * step
 
 
 class Scheduler:

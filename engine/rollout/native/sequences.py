@@ -48,10 +48,7 @@ class FinishedSequence(NamedTuple):
 
 
 class SequenceTable:
-    """Tokens and log-probs of up to `capacity` sequences.
-
-    Row `capacity`, one past the sequences, is spare: what is recorded there is dropped.
-    """
+    """Tokens and log-probs of up to `capacity` sequences; row `capacity` takes what is dropped."""
 
     def __init__(
         self,

@@ -27,21 +27,12 @@ from torch import Tensor, nn
 from engine.config import RolloutConfig, ServerConfig
 from engine.config.text import explain
 from engine.errors import ConfigError, DivergedRolloutError, RolloutError
-from engine.rollout import protocol
+from engine.rollout import protocol, stream
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.sampling import noise_keys
 from engine.rollout.server.api import CompletionRequest, SampledCompletion, check_token_ids
 from engine.rollout.server.servers import Server, Servers
 from engine.rollout.server.weights import check_hook
-from engine.rollout.stream import (
-    PartialCompletion,
-    PartialRequest,
-    RolloutStream,
-    StreamedCompletion,
-    check_unused,
-    noise_index,
-    request_limit,
-)
 from engine.rollout.trainer_model import context_length, embedding_weight, eval_mode, text_config
 
 
@@ -218,10 +209,7 @@ class ServerEngine:
                 self._probe(model, first=version == 0)
 
     def _probe(self, model: nn.Module, first: bool) -> None:
-        """Compare each server's log-probs with the model's.
-
-        One of several that gives others is left out, but not at the start nor on several ranks.
-        """
+        """Compare servers' log-probs with the model's; of several, leave out one that differs."""
         for server in self._servers.serving:
             prompt = server.api.probe_prompt(self._vocabulary)[: self._max_model_len - 1]
             limit = min(_PROBE_TOKENS, self._max_model_len - len(prompt))
@@ -385,7 +373,7 @@ class _Part:
     sent: float = 0.0  # when
 
 
-class ServerStream(RolloutStream):
+class ServerStream(stream.RolloutStream):
     """A stream that `ServerEngine.stream` makes: requests are sent while others are added."""
 
     def __init__(
@@ -396,7 +384,7 @@ class ServerStream(RolloutStream):
         self._queue: deque[_Part] = deque()  # not sent yet
         self._sent: dict[Future[Answer], _Part] = {}
         self._answers: SimpleQueue[Future[Answer]] = SimpleQueue()  # filled by the loop's thread
-        self._answered: list[StreamedCompletion] = []  # answered, not returned
+        self._answered: list[stream.StreamedCompletion] = []  # answered, not returned
         self._submitted = 0
 
     @property
@@ -423,7 +411,7 @@ class ServerStream(RolloutStream):
         self,
         key: Hashable,
         prompt_ids: Sequence[int],
-        resume: PartialRequest | None = None,
+        resume: stream.PartialRequest | None = None,
         *,
         max_new_tokens: int | None = None,
         after: Hashable | None = None,
@@ -433,13 +421,13 @@ class ServerStream(RolloutStream):
         Servers find by themselves what they have of a prompt, whatever `after` says.
         """
         self._check_open()
-        check_unused(key, {part.key for part in (*self._queue, *self._sent.values())})
+        stream.check_unused(key, {part.key for part in (*self._queue, *self._sent.values())})
         indices = frozenset(range(self._params.n))
         if resume is not None:
             indices = frozenset(part.completion_index for part in resume.completions)
-        limit = request_limit(max_new_tokens, self._params.max_new_tokens, key)
+        limit = stream.request_limit(max_new_tokens, self._params.max_new_tokens, key)
         params = replace(self._params, max_new_tokens=limit)
-        number, prompt = noise_index(key), list(prompt_ids)
+        number, prompt = stream.noise_index(key), list(prompt_ids)
         self._engine.check([prompt], params)
         for request in self._engine.requests(self._submitted, number, prompt, params):
             # A request is sent in full: its completions share one seed.
@@ -449,7 +437,7 @@ class ServerStream(RolloutStream):
         self._submitted += 1
         self._send()
 
-    def step(self) -> list[StreamedCompletion]:
+    def step(self) -> list[stream.StreamedCompletion]:
         """Send what there is room for; return the answers, after a moment at most."""
         self._check_open()
         self._send()
@@ -470,15 +458,15 @@ class ServerStream(RolloutStream):
         self._engine.update_weights(model, version)
         self._send()
 
-    def partials(self) -> list[PartialRequest]:
+    def partials(self) -> list[stream.PartialRequest]:
         """Return all that is unfinished, without tokens: no server tells what it has so far."""
         self._check_open()
-        partials: dict[Hashable, PartialRequest] = {}
+        partials: dict[Hashable, stream.PartialRequest] = {}
         parts = sorted((*self._sent.values(), *self._queue), key=lambda part: part.request.index)
         for part in parts:
-            empty = PartialRequest(part.key, list(part.request.prompt), [])
+            empty = stream.PartialRequest(part.key, list(part.request.prompt), [])
             partials.setdefault(part.key, empty).completions.extend(
-                PartialCompletion(index, [], [], []) for index in sorted(part.unfinished)
+                stream.PartialCompletion(index, [], [], []) for index in sorted(part.unfinished)
             )
         return list(partials.values())
 
@@ -524,7 +512,7 @@ class ServerStream(RolloutStream):
             if index in part.unfinished:
                 versions = [completion.policy_version] * len(completion.token_ids)
                 completed = replace(completion, token_versions=versions)
-                self._answered.append(StreamedCompletion(part.key, index, completed))
+                self._answered.append(stream.StreamedCompletion(part.key, index, completed))
 
     def _check_deadline(self) -> None:
         oldest = min((part.sent for part in self._sent.values()), default=time.monotonic())

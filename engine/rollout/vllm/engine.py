@@ -22,14 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import RolloutError
-from engine.rollout.protocol import (
-    Completion,
-    RolloutStats,
-    SamplingParams,
-    WeightGuard,
-    check_request,
-    register_engine,
-)
+from engine.rollout import protocol
 from engine.rollout.vllm import engine_launch, weight_load
 from engine.rollout.vllm.engine_weights import EngineWeights, InProcessWeights, WorkerWeights
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
@@ -90,7 +83,7 @@ class SleepMode:
             raise RolloutError(f"{call} while {name}: {way_out}")
 
 
-@register_engine(
+@protocol.register_engine(
     "vllm",
     capabilities,
     options=lambda config: (
@@ -120,8 +113,8 @@ class VllmEngine:
         engine_launch.require_vllm()
         self._options = resolve(model, **options)
         self._vocabulary = int(getattr(model.config, "vocab_size"))  # noqa: B009
-        self.stats = RolloutStats()
-        self._guard, self._sleep_mode = WeightGuard("vllm"), SleepMode()
+        self.stats = protocol.RolloutStats()
+        self._guard, self._sleep_mode = protocol.WeightGuard("vllm"), SleepMode()
         self._model = model  # that was loaded last
         self._stream: VllmStream | None = None
         self._updating_to: int | None = None  # version of an update by `begin_update`
@@ -214,7 +207,7 @@ class VllmEngine:
 
     def stream(
         self,
-        params: SamplingParams,
+        params: protocol.SamplingParams,
         *,
         max_num_seqs: int | None = None,
         longest_prompt: int | None = None,
@@ -236,9 +229,9 @@ class VllmEngine:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
+        params: protocol.SamplingParams,
         on_progress: Callable[[int], None] | None = None,
-    ) -> list[Completion]:
+    ) -> list[protocol.Completion]:
         """Return `n` completions a prompt, in order; `on_progress` gets the number finished so far.
 
         A completion ends at a stop token, at `max_new_tokens`, or at `max_model_len`. Raises
@@ -248,8 +241,8 @@ class VllmEngine:
         self.require_serving()
         if self._streaming:
             raise RolloutError("vLLM decodes the requests of a stream; close that first")
-        check_request(prompts, params, self._options.max_model_len, self._vocabulary)
-        self.stats = stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
+        protocol.check_request(prompts, params, self._options.max_model_len, self._vocabulary)
+        self.stats = stats = protocol.RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
             return []
         started = time.perf_counter()

@@ -216,11 +216,7 @@ def _check_head_size(model: nn.Module) -> None:
 
 
 def _check_own_classes(model: nn.Module) -> None:
-    """Raise RolloutError for a family that vLLM has no model of.
-
-    It runs transformers' then, and makes `__call__` of that class its own for the whole process,
-    the trainer's model included.
-    """
+    """Raise RolloutError for a family that vLLM has no model of: it would change transformers'."""
     from vllm import ModelRegistry
 
     registered = ModelRegistry.models.get(_architecture(model))

@@ -182,7 +182,9 @@ def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     names = [uuid.uuid4().hex]
     dist.broadcast_object_list(names, src=0)
     form = parallel_state.init_model_parallel_group
-    address = f"file:///{names[0]}", rank, _device_index(rank)
+    on_gpu = torch.cuda.is_available()
+    index = torch.cuda.current_device() if on_gpu else int(os.environ.get("LOCAL_RANK", rank))
+    address = f"file:///{names[0]}", rank, index
 
     def init_in_order(group_ranks: list[list[int]], *args: object, **options: object) -> object:
         return form([[order[at] for at in group] for group in group_ranks], *args, **options)
@@ -195,12 +197,6 @@ def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
         ),
     ):
         yield
-
-
-def _device_index(rank: int) -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.current_device()
-    return int(os.environ.get("LOCAL_RANK", rank))
 
 
 @contextmanager
