@@ -22,12 +22,9 @@ from engine.evaluation.results import check_paired
 from engine.evaluation.summary import EvaluatedSet, EvaluationComparison, Part
 
 _MODEL_TITLES = {
-    "warm_start": "warm start",
-    "start_model": "start model",
-    "rl": "RL model",
-    "preference": "preference model",
-    "champion": "champion",
-}
+    "warm_start": "warm start", "start_model": "start model", "rl": "RL model",
+    "preference": "preference model", "champion": "champion",
+}  # fmt: skip
 
 
 class Link(NamedTuple):
@@ -72,26 +69,16 @@ def render_report(
     first, second = before or models[0].model, after or models[1].model
     names = (_MODEL_TITLES.get(first, first), _MODEL_TITLES.get(second, second))
     curves = {name: values for name, values in (curves or {}).items() if len(values)}
-    page = _templates().get_template("report.html.j2")
-    return page.render(
-        bars=plots.metric_bars(comparison, names),
-        comparison=comparison,
-        css=html_templates.stylesheet(),
-        curves=plots.training_curves(curves),
-        facts=facts or {},
+    old_lengths, new_lengths = (rows["response_length"] for rows in (rows_before, rows_after))
+    return _templates().get_template("report.html.j2").render(
+        comparison=comparison, facts=facts or {}, harness=harness, models=models, names=names,
+        parts=_parts(sets), sets=sets, verdict=verdict, css=html_templates.stylesheet(),
         groups=_example_groups(comparison, rows_before, rows_after, examples),
-        harness=harness,
-        lengths=plots.length_histogram(
-            rows_before["response_length"], rows_after["response_length"], names
-        ),
-        models=models,
-        names=names,
+        bars=plots.metric_bars(comparison, names), curves=plots.training_curves(curves),
+        lengths=plots.length_histogram(old_lengths, new_lengths, names),
         overoptimisation=overoptimisation
         and (plots.overoptimisation(overoptimisation), overoptimisation.sentence()),
-        parts=_parts(sets),
-        sets=sets,
-        verdict=verdict,
-    )
+    )  # fmt: skip
 
 
 @functools.cache

@@ -168,16 +168,11 @@ def evaluate_model(
     )
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
         greedy, sampled = decode_passes(
-            folder,
-            prompts,
-            (replace(sampling, n=1, temperature=0.0), sampling),
-            config,
-            max_prompt_length=max_prompt_length,
+            folder, prompts, (replace(sampling, n=1, temperature=0.0), sampling), config,
+            max_prompt_length=max_prompt_length, first_prompt=share.start,
+            longest_prompt=longest, on_progress=on_progress,
             columns=rows_of_data if config.runs_episodes else None,
-            first_prompt=share.start,
-            longest_prompt=longest,
-            on_progress=on_progress,
-        )
+        )  # fmt: skip
         first = judge_answers(scorer, tokenizer, greedy, questions, scored, 1)
         each = judge_answers(scorer, tokenizer, sampled, questions, scored, n)
     groups = [each[i : i + n] for i in range(0, len(each), n)]

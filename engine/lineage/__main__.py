@@ -95,16 +95,14 @@ def as_json(
 ) -> dict[str, object]:
     """Return all as JSON values; each artifact with its whole manifest less the file list."""
     names = ("key", "kind", "digest", "label", "uri", "missing", "facts")
-    nodes = []
-    for node in review.graph.nodes.values():
-        manifest = node.manifest
-        nodes.append(
-            {
-                **{name: getattr(node, name) for name in names},
-                "manifest_digest": manifest.own_digest if manifest else "",
-                "manifest": manifest and manifest.model_dump(mode="json", exclude={"files"}),
-            }
-        )
+    nodes = [
+        {
+            **{name: getattr(node, name) for name in names},
+            "manifest_digest": node.manifest.own_digest if node.manifest else "",
+            "manifest": node.manifest and node.manifest.model_dump(mode="json", exclude={"files"}),
+        }
+        for node in review.graph.nodes.values()
+    ]
     values: dict[str, object] = {
         "focus": list(review.graph.focus),
         "nodes": nodes,

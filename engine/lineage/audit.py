@@ -156,10 +156,7 @@ def _copy_faults(node: ArtifactNode, copy: str) -> list[str]:
 def _check_manifest(
     node: ArtifactNode, manifest_digest: str, review: Review, answers: bool
 ) -> list[AuditFinding]:
-    """Compare a manifest's SHA-256 with what children, versions or its run recorded of it.
-
-    answers: whether MLflow has so far. Raises TrackingError if it is the only record and doesn't.
-    """
+    """Compare a manifest with its records; TrackingError if MLflow alone has them, and is away."""
     records = _records(node, review)
     differing = defaultdict(list)
     for child, digest in records.items():

@@ -147,15 +147,10 @@ def compare(graph: Graph, before: ArtifactNode, after: ArtifactNode) -> Artifact
         metrics.append(progress if node.kind == CHECKPOINT else node.draft.metrics)
     old, new = metrics
     return ArtifactComparison(
-        before=before,
-        after=after,
-        code=_changes(*code),
-        config=_changes(*config),
-        parents=_changes(*parents),
-        data=_data(graph, before, after),
-        files=_files(before, after),
+        before=before, after=after, code=_changes(*code), config=_changes(*config),
+        parents=_changes(*parents), data=_data(graph, before, after), files=_files(before, after),
         metrics=tuple(MetricChange(k, old.get(k), new.get(k)) for k in dict.fromkeys([*old, *new])),
-    )
+    )  # fmt: skip
 
 
 def as_text(value: object) -> str:

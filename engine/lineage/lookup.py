@@ -19,29 +19,13 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from engine.errors import CheckpointError, LineageError, TrackingError
-from engine.lineage.graph import (
-    CHECKPOINT,
-    MODEL_VERSION,
-    ArtifactNode,
-    Graph,
-    GraphBuilder,
-    Index,
-    StoredArtifact,
-    artifact_node,
-    default_roots,
-    scan,
-    source_node,
-)
+from engine.lineage import graph as lineage_graph
+from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode, Graph, Index
 from engine.storage.artifacts import SOURCE, Draft, Parent, read_manifest
 from engine.storage.digests import MANIFEST, code_version, hash_file, sources_digest, tree_digest
 from engine.storage.filesystem import Files, as_path, is_remote, read_file, translated
-from engine.tracking.model_versions import (
-    ARTIFACT_TAG,
-    MANIFEST_TAG,
-    ModelVersion,
-    all_pages,
-    version_parent,
-)
+from engine.tracking import model_versions
+from engine.tracking.model_versions import ARTIFACT_TAG, MANIFEST_TAG, ModelVersion, all_pages
 
 if TYPE_CHECKING:
     from engine.tracking import Tracker
@@ -185,8 +169,9 @@ def review(
     for node, parents in starts if not stores else ():
         # A version's own files lie in MLflow's store, not in the artifact store.
         locations = [p.uri for p in parents] if parents else [node.uri] if node else [""]
-        roots |= dict.fromkeys(root for location in locations for root in default_roots(location))
-    index = scan(roots or default_roots())
+        for location in locations:
+            roots |= dict.fromkeys(lineage_graph.default_roots(location))
+    index = lineage_graph.scan(roots or lineage_graph.default_roots())
     notes: list[str] = []
     tracker: Tracker | None = None
     versions: tuple[ArtifactNode, ...] = ()
@@ -197,12 +182,12 @@ def review(
     except TrackingError as error:
         tracker = None
         notes.append(f"model versions and what runs recorded are not looked at: {error}")
-    builder = GraphBuilder(index, versions)
+    builder = lineage_graph.GraphBuilder(index, versions)
     for reference, (node, parents) in zip(references, starts, strict=True):
         builder.walk(_in_index(reference, node, index), parents, descendants)
     if not references:
-        for place in index.artifacts:
-            builder.walk(artifact_node(place), descendants=False)
+        for artifact in index.artifacts:
+            builder.walk(lineage_graph.artifact_node(artifact), descendants=False)
         builder.graph.focus = ()
     notes += [f"not searched: {fault}" for fault in index.unreadable] if references else []
     return Review(builder.graph, index, tracker, versions, notes)
@@ -214,7 +199,7 @@ def _locate(reference: str, registry: bool) -> tuple[ArtifactNode | None, tuple[
         if not registry:
             raise LineageError(f"{reference} is in MLflow's registry; ask without --no-registry")
         version = open_registry().model_version(reference)
-        node, parent = version_node(version), version_parent(version, "artifact")
+        node, parent = version_node(version), model_versions.version_parent(version, "artifact")
         if parent is None:
             raise LineageError(
                 f"{node.label} has no tag {ARTIFACT_TAG}; register models through engine.tracking, "
@@ -228,7 +213,8 @@ def _locate(reference: str, registry: bool) -> tuple[ArtifactNode | None, tuple[
         address = os.path.abspath(as_path(address))
     with suppress(FileNotFoundError):
         read_file(f"{address}/{MANIFEST}", LineageError)
-        return artifact_node(StoredArtifact(address, read_manifest(address))), ()
+        artifact = lineage_graph.StoredArtifact(address, read_manifest(address))
+        return lineage_graph.artifact_node(artifact), ()
     if (checkpoint := _checkpoint(address)) is not None:
         return checkpoint, ()
     path = as_path(address)
@@ -238,7 +224,8 @@ def _locate(reference: str, registry: bool) -> tuple[ArtifactNode | None, tuple[
         digest = hash_file(path) if path.is_file() else tree_digest(path)
     except OSError as error:
         raise LineageError(f"can't read {path}: {error.strerror or error}") from error
-    return source_node(Parent(name=path.name, kind=SOURCE, digest=digest, uri=str(path))), ()
+    source = Parent(name=path.name, kind=SOURCE, digest=digest, uri=str(path))
+    return lineage_graph.source_node(source), ()
 
 
 def _checkpoint(address: str) -> ArtifactNode | None:
@@ -292,4 +279,4 @@ def _in_index(reference: str, node: ArtifactNode | None, index: Index) -> Artifa
     if len(artifacts) > 1:
         names = ", ".join(f"{kind} {digest[:16]}" for kind, digest in artifacts)
         raise LineageError(f"{reference} is ambiguous: {names}; give more digits")
-    return artifact_node(*artifacts.values())
+    return lineage_graph.artifact_node(*artifacts.values())

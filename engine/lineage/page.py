@@ -173,13 +173,10 @@ def _svg_path(points: Sequence[Point]) -> str:
     """Return SVG path data: curves between layers, straight where the line passes one."""
     path = "M{} {}".format(*map(_svg_number, points[0]))
     for (x0, y0), (x1, y1) in pairwise(points):
-        end = f"{_svg_number(x1)} {_svg_number(y1)}"
-        if y0 == y1:
-            path += f"L{end}"
-        else:
-            bend = max(abs(x1 - x0) / 2, 24)
-            first, second = _svg_number(x0 + bend), _svg_number(x1 - bend)
-            path += f"C{first} {_svg_number(y0)} {second} {_svg_number(y1)} {end}"
+        bend = max(abs(x1 - x0) / 2, 24)
+        first, second = _svg_number(x0 + bend), _svg_number(x1 - bend)
+        curve = f"C{first} {_svg_number(y0)} {second} {_svg_number(y1)} "
+        path += f"{'L' if y0 == y1 else curve}{_svg_number(x1)} {_svg_number(y1)}"
     return path
 
 
@@ -233,30 +230,16 @@ def render_page(
         title = f"Lineage: {', '.join(review.index.roots)}"
     drawing = arrange(list(graph.nodes), names)
     css, script = html_templates.stylesheet(), html_templates.asset(__package__, "page.js")
-    template = _templates().get_template("page.html.j2")
-    return template.render(
-        audit=audit,
-        box_height=BOX_HEIGHT,
-        box_width=BOX_WIDTH,
+    return _templates().get_template("page.html.j2").render(
+        audit=audit, box_height=BOX_HEIGHT, box_width=BOX_WIDTH, children=children,
+        comparison=comparison, css=css, drawing=drawing, edge_names=names, faults=faults,
+        graph=graph, marks=marks, most_files=MAX_FILES, notes=notes, parents=parents,
+        review=review, script=script, title=title,
         by_time=sorted(graph.nodes.values(), key=lambda n: (str(n.created_at or ""), n.kind)),
-        children=children,
-        comparison=comparison,
-        css=css,
-        drawing=drawing,
-        edge_names=names,
-        faults=faults,
-        graph=graph,
         ids={key: f"lineage-{number}" for number, key in enumerate(graph.nodes)},
-        marks=marks,
-        most_files=MAX_FILES,
-        notes=notes,
-        parents=parents,
         policy=html_templates.content_policy(css, script),
-        review=review,
-        script=script,
         tab_order=sorted(graph.nodes, key=drawing.boxes.__getitem__),
-        title=title,
-    )
+    )  # fmt: skip
 
 
 def write_page(target: str | Path, page: str) -> None:
@@ -276,15 +259,10 @@ def _templates() -> Environment:
     # Other kinds than those of the style sheet share a colour.
     coloured = re.findall(r"\.k-(\w+)", html_templates.stylesheet())
     environment.filters |= {
-        "as_text": as_text,
-        "data_line": data_line,
+        "as_text": as_text, "data_line": data_line, "metric": metric, "row_lines": row_lines,
+        "signed": signed, "svg_number": _svg_number, "svg_path": _svg_path,
         "kind_class": lambda kind: f"k-{kind}" if kind in coloured else "k-other",
-        "metric": metric,
-        "row_lines": row_lines,
-        "signed": signed,
-        "svg_number": _svg_number,
-        "svg_path": _svg_path,
-    }
+    }  # fmt: skip
     environment.globals |= {"box_texts": _box_texts, "facts": _facts, "flatten": flatten}
     return environment
 

@@ -113,6 +113,7 @@ def measure(
     old, new = (rows["response_length"].to_numpy(float) for rows in (before, after))
     ratio = length_ratio(old, new, *how) if rules.max_length_ratio is not None else None
     old, new = (rows["greedy_correct"].to_numpy(float) for rows in (before, after))
+    test, rule = list(after["prompt"]), rules.contamination
     return Measurements(
         against=against,
         gain=paired_bootstrap(old, new, *how),
@@ -120,12 +121,7 @@ def measure(
         guards=guards,
         kl=last_kl(policy) if rules.max_kl is not None else None,
         length_ratio=ratio,
-        contamination=share_trained_on(
-            list(after["prompt"]),
-            _training_prompts(datasets),
-            rules.contamination.ngram,
-            rules.contamination.overlap,
-        ),
+        contamination=share_trained_on(test, _training_prompts(datasets), rule.ngram, rule.overlap),
         approved_by=approved_by,
     )
 
@@ -280,14 +276,10 @@ def champion_evaluation(
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         model = tracker.download_model(champion.name, champion.version, Path(folder) / "champion")
         rows = evaluate_model(
-            model,
-            read_problems(new.dataset),
-            "champion",
-            new.evaluate,
+            model, read_problems(new.dataset), "champion", new.evaluate, seed=new.seed,
             max_response_length=new.data.max_response_length,
             max_prompt_length=new.data.max_prompt_length,
-            seed=new.seed,
-        )
+        )  # fmt: skip
     return rows, None
 
 

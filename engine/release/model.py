@@ -75,17 +75,13 @@ def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
                 f"-m engine.lineage verify {reference}`"
             )
     assert model.manifest is not None
+    version = start if start.kind == MODEL_VERSION else None
+    evidence = evaluation.manifest if evaluation else None
     comparison, harness = _scores(evaluation) if evaluation else (None, ())
+    notes = tuple(note.text for note in audited.notes)
+    folder, graph, key = local_path(model.uri), lineage.graph, model.key
     return ReleasedModel(
-        local_path(model.uri),
-        model.manifest,
-        start if start.kind == MODEL_VERSION else None,
-        lineage.graph,
-        model.key,
-        evaluation.manifest if evaluation else None,
-        comparison,
-        harness,
-        tuple(note.text for note in audited.notes),
+        folder, model.manifest, version, graph, key, evidence, comparison, harness, notes
     )
 
 

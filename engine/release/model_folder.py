@@ -194,17 +194,12 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
     scores = results(model, datasets[0] if datasets else str(source or "unknown"))
     known = licence or Licence("")
     data = ModelCardData(
-        base_model=(base.hub_id or None) if base else None,
-        datasets=datasets or None,
-        library_name="transformers",
-        license=known.id or None,
-        license_name=known.name or None,
-        license_link=known.link or None,
-        model_name=model.name if scores else None,
-        eval_results=scores or None,
-        pipeline_tag="text-generation",
+        base_model=(base.hub_id or None) if base else None, datasets=datasets or None,
+        library_name="transformers", pipeline_tag="text-generation", license=known.id or None,
+        license_name=known.name or None, license_link=known.link or None,
+        model_name=model.name if scores else None, eval_results=scores or None,
         tags=["hybridflyte", *(kind for kind in ("sft", "preference", "rl") if kind in kinds)],
-    )
+    )  # fmt: skip
     return str(data.to_yaml())
 
 
@@ -398,12 +393,9 @@ def push(
             *(hub.CommitOperationAdd(file, str(model.folder / file)) for file in files),
             *(hub.CommitOperationAdd(file, text.encode()) for file, text in texts.items()),
         ]
+        title = f"{model.name}, content {model.manifest.digest[:16]}"
         commit = api.create_commit(
-            name,
-            operations,
-            commit_message=f"{model.name}, content {model.manifest.digest[:16]}",
-            revision=branch,
-            parent_commit=head.sha,
+            name, operations, commit_message=title, revision=branch, parent_commit=head.sha
         )
     except (OSError, ValueError, RuntimeError, HTTPError, HFValidationError) as error:
         # huggingface_hub 2.4 wraps the error of an upload in a RuntimeError.

@@ -140,11 +140,8 @@ class SampleFolder:
 
     def remove(self, name: SampleName) -> None:
         """Delete a sample; one that isn't there is as good."""
-        path = self._files.path_of(name.file)
-        with (
-            contextlib.suppress(FileNotFoundError),
-            _explained("remove", f"{self.uri}/{name.file}"),
-        ):
+        path, address = self._files.path_of(name.file), f"{self.uri}/{name.file}"
+        with contextlib.suppress(FileNotFoundError), _explained("remove", address):
             self._files.request(lambda: self._files.fs.rm_file(path))
 
 

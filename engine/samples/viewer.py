@@ -156,9 +156,7 @@ def _episode(row: Mapping[str, Any]) -> dict[str, object]:
             "stop": turn["stop"],
             "reward": _number(turn["reward"]),
             "untrained": [i for i in range(turn["start"], turn["stop"]) if not row["trained"][i]],
-            "calls": [
-                [printable(call["name"]), printable(call["arguments"])] for call in turn["calls"]
-            ],
+            "calls": [[printable(c["name"]), printable(c["arguments"])] for c in turn["calls"]],
             "malformed": [printable(sentence) for sentence in turn["malformed"]],
         }
         for turn in row["turns"]
@@ -197,13 +195,9 @@ def render_page(data: PageData, title: str) -> str:
     css = html_templates.stylesheet()
     files = ("curves.js", "episodes.js", "rollouts.js")
     script = Markup("").join(html_templates.asset(__package__, name) for name in files)
-    return _TEMPLATES.get_template("rollouts.html.j2").render(
-        css=css,
-        data=Markup(data.as_json()),
-        policy=html_templates.content_policy(css, script),
-        script=script,
-        title=title,
-    )
+    policy, json_data = html_templates.content_policy(css, script), Markup(data.as_json())
+    template = _TEMPLATES.get_template("rollouts.html.j2")
+    return template.render(css=css, data=json_data, policy=policy, script=script, title=title)
 
 
 def page_of(folder: SampleFolder) -> str:

@@ -189,8 +189,7 @@ def _episode_columns(rows: Batch, lengths: Sequence[int]) -> dict[str, Sequence[
 
 def _turn(turn: dict[str, Any], rewards: Tensor) -> dict[str, object]:
     """A `TURN` from an entry of `turn_spans`; `rewards` [R] are the environment's."""
-    start, stop = turn["start"], turn["stop"]
-    calls = turn["calls"]
+    start, stop, calls = turn["start"], turn["stop"], turn["calls"]
     return {
         "start": start,
         "stop": stop,
@@ -215,9 +214,7 @@ def _sums(rows: Batch, name: str) -> list[float | None]:
 
 
 def _flags(rows: Batch, name: str) -> list[bool | None]:
-    values = rows.columns.get(name)
-    if values is None:
-        return [None] * len(rows)
+    values = rows.columns.get(name, [None] * len(rows))
     return [None if value is None else bool(value) for value in values]
 
 

@@ -104,6 +104,8 @@ CAUSES = {
     r"database is locked": "another process holds the database's lock",
     r"disk I/O error|database or disk is full": "the disk is full or broken",
 }
+# Errors of MLflow, its HTTP client and its databases come from these.
+STORE_PACKAGES = ("mlflow", "requests", "urllib3", "sqlalchemy", "alembic", "sqlite3", "botocore")
 
 
 def default_uri() -> str:
@@ -204,8 +206,9 @@ class Connection:
         except TrackingError:
             raise
         except Exception as error:
-            if not _is_from_store(error):
-                raise
+            package = type(error).__module__.partition(".")[0]
+            if not isinstance(error, OSError) and package not in STORE_PACKAGES:
+                raise  # a bug of our own
             raise TrackingError(
                 f"can't {action} at MLflow {self.uri}: {cause(error)}; check {URI_VARIABLE}, or "
                 "unset it to record in ./mlflow.db"
@@ -220,12 +223,6 @@ def cause(error: BaseException) -> str:
             return words
     first = (str(error).strip() or type(error).__name__).splitlines()[0]
     return shorten(first.split(". ")[0].rstrip("."), 200)
-
-
-def _is_from_store(error: Exception) -> bool:
-    """Tell errors of MLflow, its HTTP client and its database from bugs of our own."""
-    packages = ["mlflow", "requests", "urllib3", "sqlalchemy", "alembic", "sqlite3", "botocore"]
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in packages
 
 
 def _create_database(path: Path) -> None:

@@ -50,14 +50,9 @@ class ModelVersion:
     @staticmethod
     def of(entry: MlflowVersion, aliases: Iterable[str] | None = None) -> ModelVersion:
         """Return the version that MLflow found; `aliases` where its answer leaves them out."""
-        return ModelVersion(
-            name=entry.name,
-            version=str(entry.version),
-            run_id=entry.run_id or "",
-            source=entry.source or "",
-            tags=dict(entry.tags),
-            aliases=tuple(entry.aliases if aliases is None else aliases),
-        )
+        names = tuple(entry.aliases if aliases is None else aliases)
+        run_id, source = entry.run_id or "", entry.source or ""
+        return ModelVersion(entry.name, str(entry.version), run_id, source, dict(entry.tags), names)
 
 
 def version_parent(version: ModelVersion, name: str) -> Parent | None:
@@ -65,13 +60,9 @@ def version_parent(version: ModelVersion, name: str) -> Parent | None:
     tags = version.tags
     if not tags.get(ARTIFACT_TAG):
         return None
-    return Parent(
-        name=name,
-        kind=tags.get("artifact_kind") or "model",
-        digest=tags[ARTIFACT_TAG],
-        uri=tags.get("artifact_uri", ""),
-        manifest=tags.get(MANIFEST_TAG, ""),
-    )
+    kind, digest = tags.get("artifact_kind") or "model", tags[ARTIFACT_TAG]
+    uri, manifest = tags.get("artifact_uri", ""), tags.get(MANIFEST_TAG, "")
+    return Parent(name=name, kind=kind, digest=digest, uri=uri, manifest=manifest)
 
 
 class ModelRegistry(Connection):
@@ -257,11 +248,8 @@ def _facts(folder: Path) -> dict[str, str]:
     if not (folder / MANIFEST).is_file():
         return {ARTIFACT_TAG: tree_digest(folder)}
     manifest = verify(folder)
-    return {
-        ARTIFACT_TAG: manifest.digest,
-        "artifact_kind": manifest.kind,
-        MANIFEST_TAG: manifest.own_digest,
-    }
+    digests = {ARTIFACT_TAG: manifest.digest, MANIFEST_TAG: manifest.own_digest}
+    return digests | {"artifact_kind": manifest.kind}
 
 
 def all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
