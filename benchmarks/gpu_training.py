@@ -45,7 +45,7 @@ from engine.data.rows import rl_row
 from engine.kernels import triton_kernels
 from engine.models import add_adapters
 from engine.models.forward import LogProbReader
-from engine.models.fused import remove_fused
+from engine.models.fused import is_fused
 from engine.models.quantize import quantize_linears
 from engine.models.vocabulary_head import chunked_statistics
 from engine.parallel import process_groups
@@ -85,7 +85,8 @@ def update(args: argparse.Namespace) -> Iterator[Figure]:
             seconds, _ = timed(lambda batch=batch: trainer.log_probs(batch))
             yield Figure(f"{size} log-probs, {name}", seconds, "s")
     takes, triton_kernels.takes = triton_kernels.takes, lambda tensor: False
-    remove_fused(trainer.model)
+    for module in filter(is_fused, trainer.model.modules()):
+        del module.__dict__["forward"]
     batch = short.batch(shape.vocabulary)
     seconds, peak = timed(lambda: trainer.update(batch))
     triton_kernels.takes = takes
@@ -218,7 +219,7 @@ def sharded(args: argparse.Namespace) -> Iterator[Figure]:
 
     size = args.sizes[0] if args.tiny else "7B"
     torch.distributed.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-    process_groups._hurry = lambda group: None  # it has no deadline
+    process_groups._set_timeout = lambda group: None  # it has no deadline
     shape = size_of(size)
     layout = Layout(fsdp=8)
     ranks = process_groups.Ranks.form(layout, args.device)
@@ -410,13 +411,13 @@ class Trained:
         micros = [micro for _, micro in passes]
         total = float(batch["response_mask"].sum())
 
-        def loss(got: dict[str, Any], micro: Batch) -> tuple[Any, dict[str, Any]]:
-            ratio = (got["log_probs"] - micro["old_log_probs"]).clamp(-1, 1).exp()
-            tokens = ratio * micro["advantages"] * micro["response_mask"]
-            return -tokens.sum() / total, {}
-
         reader = LogProbReader(1.0, entropy=True, statistics=self.sharded.statistics())
-        self.sharded.accumulate(batch, micros, reader, loss)
+        for micro in micros:
+            with self.sharded.forward(micro, reader) as outputs:
+                ratio = (outputs["log_probs"] - micro["old_log_probs"]).clamp(-1, 1).exp()
+                tokens = ratio * micro["advantages"] * micro["response_mask"]
+                (-tokens.sum() / total).backward()
+        self.sharded.all_reduce_gradients()
         if not clip:
             self.optimizer.zero_gradients()
         self.optimizer.step()

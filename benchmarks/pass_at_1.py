@@ -17,10 +17,11 @@ from engine.data.loader import PromptLoader
 from engine.data.sources import Splits
 from engine.data.templates import decode_response, encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
-from engine.evaluation.decode import decode
+from engine.evaluation.decode import decode_passes
 from engine.evaluation.metrics import paired_bootstrap, wilson_interval
 from engine.models import saved_dtype
 from engine.rewards.answers import answer_match
+from engine.rollout.protocol import SamplingParams
 from engine.runtime.policy_runtime import StartModel
 from engine.trainers.offline import SFTExample
 from engine.trainers.rl import OnStep, RLTrainer
@@ -94,8 +95,8 @@ def right(folder: Path, tokens: Path, frame: pd.DataFrame) -> np.ndarray:
     """Which greedy answers `[N]` of the model in `folder` are right."""
     tokenizer = load_tokenizer(tokens)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
-    config = EvaluateConfig(k=1, samples=1)
-    greedy, _ = decode(folder, prompts, config, max_response_length=LONGEST, seed=0)
+    params = SamplingParams(max_new_tokens=LONGEST, temperature=0.0, seed=0)
+    (greedy,) = decode_passes(folder, prompts, (params,), EvaluateConfig(k=1, samples=1))
     texts = [decode_response(tokenizer, one.token_ids) for one in greedy]
     return np.array(rule(texts, list(frame["reward_model"])))
 

@@ -69,7 +69,7 @@ def one_of(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if layout.world_size == 1:
         yield
         return
-    monkeypatch.setattr(process_groups, "_hurry", lambda group: None)
+    monkeypatch.setattr(process_groups, "_set_timeout", lambda group: None)
     rank, world = layout.world_size - 1, layout.world_size
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
