@@ -15,7 +15,7 @@ import pytest
 from flytekit.types.directory import FlyteDirectory
 from promotion_bench import EVALUATE, NAME, Bench, champion, digest, make_bench, new_run, spoil
 
-import engine.storage.artifacts
+import engine.storage.digests
 from engine.config import GuardConfig, PromoteConfig
 from engine.errors import TrackingError
 from engine.evaluation.comparability import comparable_settings, incomparable
@@ -352,7 +352,7 @@ def test_a_champion_judged_by_another_seed_scorer_or_code_is_evaluated_anew(
     model = bench.model(seed=2)
     evidence = bench.evaluation(model, 36)
     with monkeypatch.context() as before:
-        before.setattr(engine.storage.artifacts, "sources_digest", lambda: "0" * 64)
+        before.setattr(engine.storage.digests, "sources_digest", lambda: "0" * 64)
         record(bench.evaluation(current_champion, 20, changed={"seed": 1, "scorer": "judge"}))
         old = bench.evaluation(model, 35)
     decision = bench.promote(model, evidence)
