@@ -484,7 +484,7 @@ class EpisodeTree(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class SavedTurn:
-    """Where an episode goes on."""
+    """The saved state of an episode in the middle of a turn."""
 
     environment: bytes  # the environment's state before the turn
     tokens: PartialCompletion | None  # of the turn, so far

@@ -204,7 +204,7 @@ def name_prefix(rank_prefix: str, part: str, *, shared: bool) -> str:
 
 
 def shard_offsets(values: StateDict, tensors: Tensors) -> dict[str, list[int]] | None:
-    """Where each shard begins in its whole tensor, by `values[BOXES]`; None for other tensors."""
+    """Return each shard's first index in its whole tensor, by `values[BOXES]`, or None."""
     boxes: Mapping[str, Mapping[str, list[int]]] = values.get(BOXES, {})
     offsets = {}
     for name, tensor in tensors.items():

@@ -145,7 +145,7 @@ class PreferenceFilesConfig(ColumnsConfig):
     """Files to learn from: JSONL, JSON, CSV, Parquet; paths, s3://… or hf://ID"""
     val_files: tuple[str, ...] = Field((), description="Files of held-out rows")
     val_size: int = Field(0, ge=0)
-    """Without val_files: training rows to hold out, prompts in one piece"""
+    """Training rows to hold out without val_files, all those of a prompt together"""
     columns: dict[str, str] = Field({})
     """Our column (prompt, chosen, rejected, margin; completion, label; completions, labels): the
     files' column, e.g. {chosen: better}; info.answer is the field answer of the column info"""

@@ -151,7 +151,7 @@ class WeightsConfig(Section):
     """Weights and adapters of the policy."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights in training and rollout; auto: bfloat16 where the hardware computes in it.
+    """The weights' dtype in training and rollout; auto: bfloat16 where hardware computes in it.
     bfloat16 and float16 have float32 masters in the optimizer"""
     lora: LoRAConfig = LoRAConfig()
 

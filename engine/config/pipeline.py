@@ -148,7 +148,7 @@ class PairsConfig(ScoredRolloutConfig):
     too_long: Literal["fail", "drop"] = "fail"
     """Rows over the model's context: refuse them, or leave them out"""
     validation_size: int = Field(200, ge=0)
-    """Of files: rows to hold out, all those of a prompt in one piece"""
+    """Rows of files to hold out, all those of a prompt together"""
     prompts: int = Field(0, ge=0, description="Prompts of the split train; 0: all")
     n: int = Field(8, ge=2, description="Completions a prompt, of which pairs are made")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature of what is ranked")

@@ -20,6 +20,7 @@ import resource
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -155,7 +156,7 @@ _LONGEST = 300  # characters of an exception's text
 RowResult: TypeAlias = Scores | RewardFailure
 
 
-class RewardScorer:
+class RewardScorer(ABC):
     """A reward function that is ready to be called, in this process or in one of its own."""
 
     name: str  # in messages, e.g. "my_rewards.by_length"
@@ -169,10 +170,11 @@ class RewardScorer:
             raise result
         return result
 
+    @abstractmethod
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
-        """A call on each entry of `rows`, by its key; those that ended by one common deadline."""
-        raise NotImplementedError
+        """Call on each entry of `rows`, by its key; return those that ended by the deadline."""
 
+    @abstractmethod
     def close(self) -> None:
         """End what runs; called once."""
 
@@ -189,6 +191,9 @@ class RewardThreads(RewardScorer):
         self.name = getattr(function, "__qualname__", type(function).__name__)
         self.components = components
         self._function, self._before_call = function, before_call
+
+    def close(self) -> None:
+        """Do nothing: threads are daemons and end with their call."""
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
         events = self.events(rows, timeout_s)
