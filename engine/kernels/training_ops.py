@@ -15,11 +15,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import platform
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,31 +44,60 @@ def library() -> ctypes.CDLL | None:
 
     Products are by AMX's tiles where they agree with those by vectors, and are faster.
     """
-    vectors = _load(tiles=False)
-    tiles = _load(tiles=True) if vectors is not None and has_tiles() else None
+    vectors = _load(vector_products())
+    tiles = _load("AMX") if vectors is not None and has_tiles() else None
     if vectors is None or tiles is None:
         return vectors
-    draw = torch.Generator().manual_seed(0)
-    x, *matrices = (
-        torch.randn(shape, generator=draw).mul_(0.1).bfloat16()
-        for shape in ((512, 256), (768, 256), (768, 256), (256, 768))
-    )
-
-    def forward(by_tiles: bool, rows: int) -> Tensor:
-        out = torch.empty_like(x[:rows])
-        tensors = (x[:rows], *matrices, None, None, out, None, None, None, None, None)
-        (tiles if by_tiles else vectors).mlp_forward(ctypes.byref(_mlp_call(tensors)))
-        return out
-
-    if not torch.allclose(forward(True, 512), forward(False, 512), rtol=0.05, atol=1e-3):
+    both = {True: tiles, False: vectors}
+    by_tiles, by_vectors = (_time_products(both, tiles, 512) for tiles in (True, False))
+    if not torch.allclose(by_tiles, by_vectors, rtol=0.05, atol=1e-3):
         log.warning("products by AMX give other numbers than those by vectors; they are left out")
         return vectors
-    choice = choose("AMX, not AVX512-BF16", 512, (256, 768), forward)
+    run = partial(_time_products, both)
+    choice = choose("AMX, not vectors", 512, _TIMED_SIZES, run, time.thread_time)
     return tiles if choice.is_compiled else vectors
 
 
-def _load(*, tiles: bool) -> ctypes.CDLL | None:
-    functions = compiled("train.c", tiles=tiles)
+@cache
+def vector_products() -> str:
+    """Return which instructions multiply bfloat16 in vectors faster, as `compiled` calls them.
+
+    A float32 product of numbers that are widened in the cache is the faster one on Intel's
+    processors: these multiply and add 32 of them in a cycle, and 32 bfloat16 pairs in four.
+    """
+    both = {True: _load("AVX512-BF16"), False: _load("float32's multiply-add")}
+    if None in both.values():
+        return "AVX512-BF16"
+    kernel = "AVX512-BF16, not float32's multiply-add"
+    choice = choose(kernel, 512, _TIMED_SIZES, partial(_time_products, both), time.thread_time)
+    return "AVX512-BF16" if choice.is_compiled else "float32's multiply-add"
+
+
+_TIMED_SIZES = (256, 768)  # of the MLP by which instructions are chosen
+
+
+@cache
+def _timed_tensors(rows: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    hidden, inner = _TIMED_SIZES
+    shapes = (rows, hidden), (inner, hidden), (inner, hidden), (hidden, inner)
+    return [torch.randn(shape, generator=draw).mul_(0.1).bfloat16() for shape in shapes]
+
+
+def _time_products(libraries: Mapping[bool, Any], first: bool, rows: int) -> Tensor:
+    """Compute an MLP by one of two libraries, on this thread alone."""
+    x, *matrices = _timed_tensors(rows)
+    out = torch.empty_like(x)
+    tensors = (x, *matrices, None, None, out, None, None, None, None, None)
+    call = _mlp_call(tensors)
+    call.threads = 1
+    libraries[first].mlp_forward(ctypes.byref(call))
+    return out
+
+
+@cache
+def _load(variant: str) -> ctypes.CDLL | None:
+    functions = compiled("train.c", variant)
     if functions is None:
         return None
     p, n = c_void_p, c_int64
@@ -261,7 +291,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 STEP = 16  # widths of inputs are multiples of it; those of outputs that are rotated, too
-_LARGEST = 1 << 21  # elements of a matrix, beyond which oneDNN is faster everywhere
+_LARGEST = 1 << 26  # elements of a matrix; the threads' sums of its gradient are float32
 
 _MLP = (
     *("x", "gate", "up", "down", "gated", "raised", "out", "grad_output"),

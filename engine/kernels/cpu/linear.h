@@ -14,24 +14,22 @@ INLINE __m512 products_of(const bf16 *const x[4], const bf16 *const w[4], int64_
     for (; c + 32 <= in; c += 32) {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) fetch(w[j] + c + 4 * in);
-        __m512bh w0 = pairs(w[0] + c), w1 = pairs(w[1] + c);
-        __m512bh w2 = pairs(w[2] + c), w3 = pairs(w[3] + c);
+        __m512i of[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) of[j] = _mm512_loadu_si512(w[j] + c);
 #pragma GCC unroll 4
         for (int i = 0; i < count; i++) {
-            __m512bh xi = pairs(x[i] + c);
-            sum[4 * i] = _mm512_dpbf16_ps(sum[4 * i], xi, w0);
-            sum[4 * i + 1] = _mm512_dpbf16_ps(sum[4 * i + 1], xi, w1);
-            sum[4 * i + 2] = _mm512_dpbf16_ps(sum[4 * i + 2], xi, w2);
-            sum[4 * i + 3] = _mm512_dpbf16_ps(sum[4 * i + 3], xi, w3);
+            __m512i xi = _mm512_loadu_si512(x[i] + c);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) sum[4 * i + j] = add_products(sum[4 * i + j], xi, of[j]);
         }
     }
     if (c < in) {
         __mmask32 left = (__mmask32)((1u << (in - c)) - 1);
 #pragma GCC unroll 16
         for (int i = 0; i < 4 * count; i++) {
-            __m512bh xi = (__m512bh)_mm512_maskz_loadu_epi16(left, x[i / 4] + c);
-            __m512bh wj = (__m512bh)_mm512_maskz_loadu_epi16(left, w[i % 4] + c);
-            sum[i] = _mm512_dpbf16_ps(sum[i], xi, wj);
+            __m512i xi = _mm512_maskz_loadu_epi16(left, x[i / 4] + c);
+            sum[i] = add_products(sum[i], xi, _mm512_maskz_loadu_epi16(left, w[i % 4] + c));
         }
     }
     return sums(sum);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+@pytest.fixture(params=["AVX512-BF16", "float32's multiply-add"])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What multiplies in the steps."""
+    monkeypatch.setattr(decoding_ops, "vector_products", lambda: request.param)
+    library.cache_clear()
+    yield request.param
+    library.cache_clear()
+
+
 def errors(model: nn.Module, prompts: list[list[int]], done: list[Completion]) -> Tensor:
     """How far the log-probs are from those of `model`'s own forward."""
     found = []
@@ -103,6 +112,7 @@ def test_log_probs_are_as_near_to_the_trainers_as_pytorchs(
 
 
 @compiled
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_the_trainers_forward(name: str, calls: list[int]) -> None:
     model, prompts = MODELS[name]().bfloat16(), make_prompts(6)
