@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import compiled
-from engine.kernels.training_ops import vector_products
+from engine.kernels.training_ops import fastest_products
 
 
 class LinearWeights(NamedTuple):
@@ -81,7 +81,7 @@ class LiveCache(NamedTuple):
 @cache
 def library() -> ctypes.CDLL | None:
     """Compile `cpu/step.c`; None where that can't be done or used."""
-    functions = compiled("step.c", vector_products())
+    functions = compiled("step.c", fastest_products())
     if functions is None:
         return None
     functions.decode_step.argtypes = [c_void_p, c_void_p, c_int64]

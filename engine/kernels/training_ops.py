@@ -40,37 +40,31 @@ _NUMBERS_OF_TWO = 1 << 14  # from which more than one thread is worth waking
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Compile `cpu/train.c`; None where that can't be done or used.
-
-    Products are by AMX's tiles where they agree with those by vectors, and are faster.
-    """
-    vectors = _load(vector_products())
-    tiles = _load("AMX") if vectors is not None and has_tiles() else None
-    if vectors is None or tiles is None:
-        return vectors
-    both = {True: tiles, False: vectors}
-    by_tiles, by_vectors = (_time_products(both, tiles, 512) for tiles in (True, False))
-    if not torch.allclose(by_tiles, by_vectors, rtol=0.05, atol=1e-3):
-        log.warning("products by AMX give other numbers than those by vectors; they are left out")
-        return vectors
-    run = partial(_time_products, both)
-    choice = choose("AMX, not vectors", 512, _TIMED_SIZES, run, time.thread_time)
-    return tiles if choice.is_compiled else vectors
+    """Compile `cpu/train.c`; None where that can't be done or used."""
+    return _load(fastest_products())
 
 
 @cache
-def vector_products() -> str:
-    """Return which instructions multiply bfloat16 in vectors faster, as `compiled` calls them.
+def fastest_products() -> str:
+    """Return what multiplies bfloat16 fastest here, by the names of `compiled`.
 
-    A float32 product of numbers that are widened in the cache is the faster one on Intel's
-    processors: these multiply and add 32 of them in a cycle, and 32 bfloat16 pairs in four.
+    A float32 product of numbers that are widened in the cache is faster than AVX512-BF16 on Intel's
+    processors: these multiply and add 32 of them in a cycle, and 32 bfloat16 pairs in four. AMX's
+    tiles are faster than both.
     """
-    both = {True: _load("AVX512-BF16"), False: _load("float32's multiply-add")}
-    if None in both.values():
-        return "AVX512-BF16"
-    kernel = "AVX512-BF16, not float32's multiply-add"
-    choice = choose(kernel, 512, _TIMED_SIZES, partial(_time_products, both), time.thread_time)
-    return "AVX512-BF16" if choice.is_compiled else "float32's multiply-add"
+    fastest = "AVX512-BF16"
+    for name in ("float32's multiply-add", "AMX"):
+        both = {True: _load(fastest), False: _load(name) if name != "AMX" or has_tiles() else None}
+        if None in both.values():
+            continue
+        first, second = (_time_products(both, by_first, 512) for by_first in (True, False))
+        if not torch.allclose(first, second, rtol=0.05, atol=1e-3):
+            log.warning("products by %s give other numbers; they are left out", name)
+            continue
+        run, kernel = partial(_time_products, both), f"{fastest}, not {name}"
+        if not choose(kernel, 512, _TIMED_SIZES, run, time.thread_time).is_compiled:
+            fastest = name
+    return fastest
 
 
 _TIMED_SIZES = (256, 768)  # of the MLP by which instructions are chosen
