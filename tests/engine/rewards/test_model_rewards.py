@@ -88,6 +88,18 @@ def test_a_remote_scorer_gets_rows_and_gives_scores(monkeypatch: pytest.MonkeyPa
     assert both["key"] == "Bearer k-1"
 
 
+def test_a_remote_scorer_may_say_that_it_doesn_t_apply() -> None:
+    def some(path: str, content: Any, number: int) -> tuple[int, Any]:
+        return 200, {"scores": [None if text == "?" else 0.5 for text in content["completions"]]}
+
+    with server(some) as (url, _):
+        subject = Scorer(RewardConfig(name="remote", options={"url": url}))
+        found = subject.score(["q"] * 3, ["a", "?", "b"], {"ground_truth": [""] * 3})
+        subject.close()
+    assert {row: why.cause for row, why in found.failures.items()} == {1: "not_applicable"}
+    assert found.rows == [[0.5], [0.0], [0.5]]
+
+
 def test_a_remote_scorer_that_fails_for_a_while_is_asked_again() -> None:
     def shaky(path: str, content: Any, number: int) -> tuple[int, Any]:
         return (503, {}) if number < 3 else lengths(path, content, number)
