@@ -175,6 +175,28 @@ def test_a_judge_scores_by_a_rubric_and_asks_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        ("Score: 8", 0.8),
+        ("Score: **8/10**", 0.8),
+        ("Score: 7.5.", 0.75),
+        ("Score: 8. 2 steps are wrong.", 0.8),
+        ("Score: 3\nScore: 8 or 9", None),
+        ("Score: 8-9", None),
+        ("Score: 7,5", None),
+    ],
+)
+def test_a_judge_s_number_is_read_as_a_whole(said: str, value: float | None) -> None:
+    def judging(path: str, content: Any, number: int) -> tuple[int, Any]:
+        return 200, {"choices": [{"message": {"content": said}}]}
+
+    with server(judging) as (url, _):
+        [found] = scores("judge", ["x"], {"url": f"{url}/v1", "model": "m"})
+    assert found == value or (value is None and math.isnan(found))
+
+
+@pytest.mark.usefixtures("fresh")
 def test_a_judge_has_a_budget_and_takes_its_own_rubric() -> None:
     rubric = "Is {{ completion }} {{ colour }}?\n<answer>\n{{ completion }}\n</answer>"
     with server(graded) as (url, requests):
