@@ -58,8 +58,9 @@ def kl_in_reward(
 
 
 def weigh_components(components: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return Σ_k w_k·component_k: `[B, K]` → `[B]`. A weight of 0 ignores its component, even NaN.
+    """Return Σ_k w_k·component_k: `[B, K]` → `[B]`; NaN counts nothing: it doesn't apply.
 
+    A weight of 0 ignores its component, even where that is infinite.
     Raises DataError when the number of weights is not K.
     """
     if components.dim() != 2 or components.shape[1] != len(weights):
@@ -68,7 +69,7 @@ def weigh_components(components: Tensor, weights: Sequence[float]) -> Tensor:
             "give one weight a component"
         )
     scale = torch.tensor(list(weights), dtype=components.dtype, device=components.device)
-    return (mask_out(scale != 0, components) * scale).sum(1)
+    return (mask_out((scale != 0) & ~components.isnan(), components) * scale).sum(1)
 
 
 def clip_rewards(rewards: Tensor, low: float | None = None, high: float | None = None) -> Tensor:

@@ -23,6 +23,7 @@ from engine.config import RowsConfig
 from engine.data import rows
 from engine.data.rows import RULE, TRUTH, is_messages, is_missing
 from engine.errors import ConfigError, DataError, EmptyFileError, EngineError
+from engine.final_answers import DecimalMark, last_boxed, normalise_number
 from engine.storage.filesystem import as_path, is_remote
 from engine.storage.json_rows import Numbered, Row
 from engine.storage.readers import is_data_file, list_files, open_file, stream_rows
@@ -227,7 +228,7 @@ class RowMapper:
         """Raise ConfigError for a template that is not one."""
         self._config = config
         sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-        sandbox.filters |= {"boxed": last_boxed, "required": required}
+        sandbox.filters |= {"boxed": boxed, "number": number, "required": required}
         self._templates: dict[str, Template] = {}
         for column, text in config.templates.items():
             try:
@@ -287,15 +288,20 @@ class RowMapper:
         return [{"role": "system", "content": self._config.system_prompt}, *prompt]
 
 
-def last_boxed(text: str) -> str:
+def boxed(text: str) -> str:
     """The filter `boxed`: what is in the last `\\boxed{…}` or `\\fbox{…}`; ValueError for none."""
-    boxes = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\{", text)]
-    depth = 1
-    for at in range(boxes[-1], len(text)) if boxes else ():
-        depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
-        if not depth:
-            return text[boxes[-1] : at]
-    raise ValueError("there is no \\boxed{…}")
+    content = last_boxed(text)
+    if content is None:
+        raise ValueError("there is no \\boxed{…}")
+    return content
+
+
+def number(text: str, decimal_mark: DecimalMark = ".") -> str:
+    """The filter `number`: a number in plain digits, as graders read it; ValueError for none."""
+    plain = normalise_number(text, decimal_mark)
+    if plain is None:
+        raise ValueError(f"{text[:50]!r} is no number")
+    return plain
 
 
 def required(text: str, part: str) -> str:

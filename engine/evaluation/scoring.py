@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,15 +53,16 @@ def judge(
         part = slice(start, start + AT_ONCE)
         some = {name: values[part] for name, values in columns.items()}
         texts = [text for text, *_ in completions[part]]
-        scores = scorer.score(prompts[part], texts, some, on_error)  # type: ignore[arg-type]
+        scores = scorer.score(prompts[part], texts, some, on_error, first_row=start)  # type: ignore[arg-type]
         sources = some.get("data_source", [""] * len(texts))
-        answers, readable = scorer.answers(texts, sources)
+        answers, readable = scorer.answers(texts, sources, some)
         right, totals = scorer.correct(scores, sources), scorer.totals(scores)
         names = scores.components or ()
-        if "format" in names:  # else the rewards' rules say what keeps the format
-            well_formed = [row[names.index("format")] >= 1 for row in scores.rows]
-        else:
-            well_formed = scorer.well_formed(texts, sources) or [True] * len(texts)
+        well_formed = scorer.well_formed(texts, sources) or [True] * len(texts)
+        if "format" in names:  # where it applies; else the rewards' rules say what keeps the format
+            forms = [row[names.index("format")] for row in scores.rows]
+            pairs = zip(forms, well_formed, strict=True)
+            well_formed = [ok if isnan(form) else form >= 1 for form, ok in pairs]
         judged += [
             Judged(
                 text=text,

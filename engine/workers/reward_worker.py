@@ -49,13 +49,15 @@ class RewardWorker(Worker):
 
         Tensors: `token_level_scores [B, R]` float32, the weighted sum of the components on each
         completion's last sampled token, and what an episode's environment gave on those of its
-        turns; `reward_components [B, K]` float32 where there are any; `reward_error [B]` bool, true
+        turns; `reward_components [B, K]` float32 where there are any, NaN where one doesn't apply
+        to a row; `reward_error [B]` bool, true
         where the reward failed (its scores are then 0); `reward_failed [B]` bool, true for rows
         that must not be learned from, which is all of them with on_error=drop.
 
         Columns: `completion` (text), `reward_correct`, `has_format` (where the reward knows a
-        format), `reward_error_cause` (raised, deadline, malformed, not_finite, crashed or "") and,
-        with components, `reward_component_names` (the K names in order, in each row).
+        format), `reward_error_cause` ("" or raised, deadline, malformed, not_finite,
+        not_applicable, crashed) and, with components, `reward_component_names` (the K names in
+        order, in each row).
         """
         return self._score(batch, whole=True)
 

@@ -19,6 +19,7 @@ from engine.data.collate import collate_completions, collate_prompts
 from engine.data.templates import encode_prompt, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError, RewardError, WorkerError
+from engine.trainers.step_metrics import step_metrics
 from engine.workers.actor import ActorWorker
 from engine.workers.critic import CriticWorker
 from engine.workers.frozen_models import ReferenceWorker
@@ -324,6 +325,33 @@ def test_a_failed_sample_scores_0_and_is_marked(
         assert totals(out) == [6.5, 0.0, 0.0]
     warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert [record.name for record in warnings] == ["engine.rewards"]
+
+
+def parts_of_some(prompts: Any, completions: Sequence[str], **columns: Any) -> Any:
+    """`style` applies to texts with a line break alone, and nothing to those with `four`."""
+    return {
+        "length": [None if "four" in text else float(len(text)) for text in completions],
+        "style": [2.0 if "\n" in text else None for text in completions],
+    }
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("on_error", ["drop", "zero"])
+def test_what_doesn_t_apply_is_neither_weighed_nor_logged_as_0(
+    tiny_folder: Path, on_error: str
+) -> None:
+    batch = completions(tiny_folder)
+    role = worker(tiny_folder, f"{HERE}:parts_of_some", on_error=on_error, weights={"style": 10})
+    batch |= role.score(batch)
+    assert totals(batch) == [6.0, float(len(TEXTS[1])) + 20, 0.0]
+    assert batch["reward_error"].tolist() == [False, False, True]
+    assert batch["reward_failed"].tolist() == [False, False, on_error == "drop"]
+    assert list(batch.columns["reward_error_cause"]) == ["", "", "not_applicable"]
+    assert batch["reward_components"].isnan().tolist() == [[False, True], [False] * 2, [False] * 2]
+    batch |= Batch({"truncated": torch.zeros(3, dtype=torch.bool)})
+    metrics = step_metrics(batch, 1.0)
+    assert metrics["reward/style"] == 2.0, "the mean of the rows that it applies to"
+    assert metrics["reward/length"] == (6 + len(TEXTS[1])) / 2
 
 
 @pytest.mark.usefixtures("one_thread")
