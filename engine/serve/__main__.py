@@ -18,9 +18,12 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from pydantic import ValidationError
+
 from engine.console import INTERRUPTED, human_time, quiet, say
-from engine.errors import EngineError, RolloutError
+from engine.errors import ConfigError, EngineError, RolloutError
 from engine.serve import Identity, resolve
+from engine.serve.api_server import ApiServer, ServerLimits
 
 T = TypeVar("T")
 FAILED, TERMINATED = 1, 143
@@ -65,10 +68,8 @@ def _serve(options: argparse.Namespace, scratch: Path) -> NoReturn:
 
 
 def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
-    from engine.serve.api_server import ApiServer
-
     # The port first: a model that can't be served there need not be hashed and loaded.
-    server = ApiServer(options.host, options.port, options.request_timeout)
+    server = ApiServer(options.host, options.port, _limits(options))
     started = time.monotonic()
 
     def load() -> Identity:
@@ -147,14 +148,28 @@ def _parser() -> argparse.ArgumentParser:
         "its folder's)")  # fmt: skip
     add("--max-model-len", type=int, metavar="TOKENS", help="default: the model's context")
     add(
-        "--request-timeout", type=float, default=600.0, metavar="SECONDS",
-        help="native: longest wait for an answer (default: 600)",
-    )  # fmt: skip
-    add(
         "--start-timeout", type=float, default=900.0, metavar="SECONDS",
         help="vllm: longest wait for its start (default: 900)",
     )  # fmt: skip
+    limits = parser.add_argument_group("limits of the native server")
+    for name, info in ServerLimits.model_fields.items():
+        limits.add_argument(
+            f"--{name.replace('_', '-')}", type=type(info.default), metavar="NUMBER",
+            help=f"{' '.join((info.description or '').split())} (default: {info.default:g})",
+        )  # fmt: skip
     return parser
+
+
+def _limits(options: argparse.Namespace) -> ServerLimits:
+    """The limits that are given; ConfigError for a value out of its bounds."""
+    given = {name: getattr(options, name) for name in ServerLimits.model_fields}
+    try:
+        return ServerLimits(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"--{str(first['loc'][0]).replace('_', '-')} {first['input']}: {first['msg']}"
+        ) from None
 
 
 if __name__ == "__main__":
