@@ -398,6 +398,16 @@ def test_ctrl_c_while_the_model_is_loaded_is_130(model_folder: Path, tmp_path: P
     assert log.read_text() == "interrupted; the server has stopped\n"
 
 
+def test_a_dry_run_says_what_would_be_served(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(model_folder), "--engine", "native", "--port", "0", "--dry-run"]) == 0
+    plan, memory = capsys.readouterr().out.splitlines()
+    assert f"tiny-model, content {tree_digest(model_folder)}, by native at" in plan
+    kv_bytes = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, elements, float32
+    assert f"{kv_bytes} bytes a token, 0.00 GiB for 64 sequences of 128 tokens" in memory
+
+
 def test_a_changed_model_is_not_served(
     registry: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
