@@ -122,6 +122,10 @@ def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
 def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
     from engine.serve.vllm_server import check_port, log_end, vllm_server
 
+    for name in ServerLimits.model_fields:
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is the native server's; vLLM's own options go behind --")
     started, port = time.monotonic(), check_port(options.host, options.port)
     folder, identity = _interruptible(lambda: resolve(options.model, scratch, options.name))
     if options.max_model_len is not None:
