@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,10 +18,11 @@ from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data import training_examples
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import DataError
-from engine.models import vocabulary_and_context
+from engine.errors import ConfigError, DataError
+from engine.models import resolve_dtype, resolve_lora, text_config, vocabulary_and_context
+from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers import preference_learning
+from engine.trainers import auto_placement, preference_learning
 from engine.trainers.offline import SFTExample, SFTTrainer, is_on_ray, total_steps
 from engine.workers.algorithm_options import check_preference_training
 
@@ -54,6 +56,8 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     )
     if dry_run:
         say(f"{name}: dry run, nothing is trained; the model would be in {config.run.folder()}")
+        for line in _plan_lines(config, train, steps):
+            say(line)
         return None
     folder = run_folder.make_output_folder(config.run.folder())
     checkpoints = run_folder.checkpoint_folder(folder, config.run.resume_mode)
@@ -84,6 +88,48 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
             say(f"  {metric.partition('/')[2]:<32} {value:.4f}")
     say(f"  {'model':<32} {saved}")
     return saved
+
+
+def _plan_lines(config: OfflineRunConfig, train: Sequence[AnyExample], steps: int) -> Iterator[str]:
+    """Yield what the run would take: memory by its longest row, time by the mean one."""
+    training, lengths = config.training, [n for example in train for n in _lengths(example)]
+    model = run_folder.local_model(config.model.path)
+    kind, ranks = auto_placement.local_gpu(), Layout.of(training.parallel).world_size
+    seconds = None
+    try:
+        work = auto_placement.sft_workload(
+            training,
+            model_path=model,
+            lora=resolve_lora(model, config.model.lora),
+            dtype=resolve_dtype(config.model.dtype, text_config(model).hidden_size),
+            max_response_length=1,
+            max_model_len=max(lengths),
+        )
+    except ConfigError as error:
+        yield f"estimate  none: {error}"
+    else:
+        has_reference = isinstance(config, PreferenceRunConfig)
+        work = replace(work, completions=len(lengths) // len(train), passes=int(has_reference))
+        layout = training.parallel, training.max_tokens_per_micro_batch
+        machines = auto_placement.sft_candidate(*layout), ranks, ranks, kind
+        longest = auto_placement.step_estimate(work, *machines)
+        mean = replace(work, prompt_length=sum(lengths) // len(lengths))
+        usual = auto_placement.step_estimate(mean, *machines)
+        yield f"estimate  for {ranks} × {kind or 'CPU'}; memory by the longest row"
+        yield from [*longest.lines[:-1], usual.lines[-1]]
+        seconds = usual.seconds
+    yield from run_folder.plan_lines(config.run, steps, seconds)
+
+
+def _lengths(example: AnyExample) -> list[int]:
+    """Count the tokens of an example's rows."""
+    if isinstance(example, SFTExample):
+        responses: Sequence[list[int]] = [example.response_ids]
+    elif isinstance(example, training_examples.StepExample):
+        responses = [example.completion_ids]
+    else:
+        responses = example.responses
+    return [len(example.prompt_ids) + len(response) for response in responses]
 
 
 def _kind(config: OfflineRunConfig) -> str:

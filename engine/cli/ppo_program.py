@@ -291,6 +291,7 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     kind = accelerator
     if not kind and config.run.device != "cpu":
         kind = auto_placement.local_gpu() or ("H100" if (per_node or 1) > 1 else "")
+    seconds = None
     try:
         work = auto_placement.workload(
             rl,
@@ -302,9 +303,13 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         )
     except ConfigError as error:
         yield f"estimate  none: {error}"
-        return
-    yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
-    yield from auto_placement.step_estimate(rl, work, ranks, min(ranks, per_node or ranks), kind)
+    else:
+        yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
+        machines = auto_placement.rl_candidate(rl), ranks, min(ranks, per_node or ranks), kind
+        estimate = auto_placement.step_estimate(work, *machines)
+        yield from estimate.lines
+        seconds = estimate.seconds
+    yield from run_folder.plan_lines(config.run, trainer.total_training_steps, seconds)
 
 
 def _layout_lines(rl: RLConfig) -> Iterator[str]:

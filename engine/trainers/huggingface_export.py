@@ -49,14 +49,22 @@ def export_policy(
     complete or, in an object store, with its config.json last. Returns the checkpoint's address.
     Raises CheckpointError, ModelError for a start model that isn't there, and StorageError.
     """
-    source, folder = resolve_checkpoint(checkpoint), Folder(target)
-    if is_exported(folder) or (folder.is_local and (folder.sizes() or folder.folders())):
-        raise _target_exists(folder)
+    source, folder = check_export(checkpoint, target), Folder(target)
     policy, path, step = _load_policy(source, model)
     if folder.is_local:
         _write_local(policy, path, folder, step)
     else:
         _upload(policy, path, folder)
+    return source
+
+
+def check_export(
+    checkpoint: str | Path, target: str | Path, model: str | Path | None = None
+) -> str:
+    """Do what `export_policy` does before it loads the policy; return the checkpoint's address."""
+    source, folder = resolve_checkpoint(checkpoint), Folder(target)
+    if is_exported(folder) or (folder.is_local and (folder.sizes() or folder.folders())):
+        raise _target_exists(folder)
     return source
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,12 @@ def test_a_dry_run_checks_and_trains_nothing(
     place: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main_preference.main([*arguments(place, model, "preference"), "--dry-run"]) == 0
-    assert "16 examples, 4 held out, 3 steps of 8\npreference: dry run" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "16 examples, 4 held out, 3 steps of 8\npreference: dry run" in out
+    assert re.search(r"time +\S+ s a step, roughly: training \S+, between ranks 0\n", out)
+    assert re.search(
+        r"cached +nothing in .*; 3 steps .*\ntotal +\S+ s.*\ncost +not known; set", out
+    )
     assert not (place / "out").exists()
 
 
