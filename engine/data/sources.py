@@ -18,9 +18,10 @@ from typing import Any, Protocol
 import pandas as pd
 
 from engine.config import DataConfig, EvaluationSetConfig
+from engine.data.cells import as_text
 from engine.data.contract import uniform_columns
 from engine.data.row_files import MappedRows, RowMapper, address_digest, split_addresses
-from engine.data.rows import EXTRA, RULE, TRUTH, as_text, normalise, prompt_text
+from engine.data.rows import EXTRA, RULE, TRUTH, normalise, prompt_text
 from engine.errors import ConfigError, DataError
 from engine.registry import Registry, import_plugins
 from engine.storage.digests import modules_digest
