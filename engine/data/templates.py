@@ -207,15 +207,15 @@ def encode_turn(
     DataError as `encode_prompt` and `encode_response` do, and where the template leaves out what
     the message holds besides.
     """
-    prompt = encode_prompt(tokenizer, before, tools)
     if is_continued(before) or not tokenizer.chat_template:
-        _check_plain(message)
-        said = str(message["content"])
-        whole = encode_response(tokenizer, said, continues=is_continued(before))
-        return EncodedTurn(prompt, whole, [True] * len(whole))
+        return _encode_plain_turn(tokenizer, before, message)
+    check_roles(tokenizer, [*before, message])
     turns = turn_format(tokenizer)
     chat, encode = _escaped(tokenizer, [*before, message])
     opened = _generation_text(tokenizer, chat[:-1], tools)
+    prompt = encode(opened, add_special_tokens=False)
+    if not prompt:
+        raise DataError("the chat template makes no tokens of the prompt")
     written = render(tokenizer, chat, tools, False)
     check_tools_shown(written, tools)
     said = _said(turns, opened, written, chat[-1])
@@ -236,6 +236,16 @@ def encode_turn(
         part = encode(said[first:last], add_special_tokens=False)
         ids, learned = ids + part, learned + [learn] * len(part)
     return EncodedTurn(prompt, ids, learned)
+
+
+def _encode_plain_turn(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[Message], message: Message
+) -> EncodedTurn:
+    """A turn that no template writes: there is none, or the prompt has begun it."""
+    _check_plain(message)
+    said = str(message["content"])
+    ids = encode_response(tokenizer, said, continues=is_continued(before))
+    return EncodedTurn(encode_prompt(tokenizer, before), ids, [True] * len(ids))
 
 
 def _check_plain(message: Message) -> None:

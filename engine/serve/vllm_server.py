@@ -16,10 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import httpx
-from transformers import GenerationConfig
 
-from engine.data.templates import add_stop_tokens
-from engine.data.tokenizer import load_tokenizer, tokenizer_alone
+from engine.data.tokenizer import tokenizer_alone
 from engine.errors import ConfigError, RolloutError
 from engine.serve import IDENTIFY, IDENTITY_VARIABLE, Identity
 from engine.serve.api_server import listen
@@ -64,13 +62,11 @@ def vllm_server(
         )
     host, port = address
     tokenizer = tokenizer_alone(folder, scratch / "tokenizer")
-    generation = _generation_config(folder, scratch / "generation")
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", f"--model={folder}"),
         *(f"--host={host}", f"--port={port}", f"--served-model-name={identity.name}"),
         *("--middleware", IDENTIFY, "--disable-uvicorn-access-log"),
         *(["--tokenizer", str(tokenizer)] if tokenizer else []),
-        *([f"--generation-config={generation}"] if generation else []),
         *([] if _has_gpu() else ["--enforce-eager"]),  # compiling gains nothing on CPU
         *options,
     ]
@@ -94,23 +90,6 @@ def vllm_server(
         yield process, url
     finally:
         _stop(process)
-
-
-def _generation_config(folder: Path, target: Path) -> Path | None:
-    """A folder with the model's generation config, with the ends of its template's turns.
-
-    None where the model's own folder has them, or no generation config.
-    """
-    try:
-        config = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        return None
-    known = config.to_json_string()
-    add_stop_tokens(config, load_tokenizer(folder))
-    if config.to_json_string() == known:
-        return None
-    config.save_pretrained(target)
-    return target
 
 
 def log_end(scratch: Path) -> str:
