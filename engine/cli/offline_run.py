@@ -21,6 +21,7 @@ from engine.cli.settings import (
 from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data import training_examples
+from engine.data.collate import SFTExample
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError
 from engine.models import vocabulary_and_context
@@ -29,11 +30,7 @@ from engine.trainers import preference_learning
 from engine.trainers.offline import SFTTrainer, is_on_ray, total_steps
 from engine.workers.algorithm_options import check_preference_training
 
-AnyExample = (
-    training_examples.PreferenceExample
-    | training_examples.StepExample
-    | training_examples.SFTExample
-)
+AnyExample = training_examples.PreferenceExample | training_examples.StepExample | SFTExample
 E = TypeVar("E", bound=AnyExample)
 
 _METHODS: dict[str, tuple[str, Any]] = {  # what is said of a kind of training, and its trainer

@@ -167,7 +167,7 @@ def check_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
 
 def is_continued(messages: Sequence[Message]) -> bool:
     """Whether the last message is the assistant's, which a prompt leaves open."""
-    return bool(messages) and messages[-1]["role"] == "assistant"
+    return len(messages) > 0 and messages[-1]["role"] == "assistant"
 
 
 def plain_lines(messages: Sequence[Message]) -> str:

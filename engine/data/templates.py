@@ -107,8 +107,11 @@ def encode_conversation(
     if tokenizer.chat_template:
         text = render(tokenizer, chat, tools, False)
         check_tools_shown(text, tools)
+        if str(chat[-1].get("reasoning_content") or "").strip() not in text:
+            raise _thought_left_out()
         ids = encode(text, add_special_tokens=False)
     else:
+        _check_plain(messages[-1])
         text = "\n".join(str(message["content"]) for message in chat[-2:])
         ids = encode(text, add_special_tokens=True)
     while ids and ids[-1] == tokenizer.pad_token_id:
@@ -281,10 +284,7 @@ def _said(turns: TurnFormat, opened: str, written: str, message: Message) -> str
     if thought.strip() in said:
         return said if written.startswith(opened) else _after_opening(turns.opening, said)
     if _THOUGHT not in turns.opening:
-        raise DataError(
-            "the chat template leaves out reasoning_content; write it into content as "
-            f"{_THOUGHT}…{_END_OF_THOUGHT}, or give the model another template"
-        )
+        raise _thought_left_out()
     return _after_opening(
         turns.opening, f"{_THOUGHT}\n{thought.strip()}\n{_END_OF_THOUGHT}\n\n{said.lstrip()}"
     )
@@ -292,6 +292,13 @@ def _said(turns: TurnFormat, opened: str, written: str, message: Message) -> str
 
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 _EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+
+
+def _thought_left_out() -> DataError:
+    return DataError(
+        "the chat template leaves out reasoning_content; write it into content as "
+        f"{_THOUGHT}…{_END_OF_THOUGHT}, or give the model another template"
+    )
 
 
 def _after_opening(opening: str, text: str, *, is_whole: bool = True) -> str:

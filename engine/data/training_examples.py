@@ -17,22 +17,13 @@ from engine.batch import Batch
 from engine.config import RowsConfig
 from engine.data import templates
 from engine.data.chat_template import Message, refusals, with_template_variables
-from engine.data.collate import collate_completions
+from engine.data.collate import SFTExample, collate_completions
 from engine.data.preference_rows import Kind, Said, read_preference_rows
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True, slots=True)
-class SFTExample:
-    """A prompt and what follows it, of which the assistant's turns are learned."""
-
-    prompt_ids: list[int]  # e.g. [2, 17, 9, 3]
-    response_ids: list[int]  # ends with the end token, e.g. [21, 30, 1]
-    learned: list[bool] | None = None  # of each of its tokens; None: all are
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from engine.controller.groups import Roles
 from engine.controller.launch import launch
 from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
-from engine.data.collate import collate_completions, pad
-from engine.data.training_examples import SFTExample
+from engine.data.collate import SFTExample, collate_completions, pad
 from engine.errors import CheckpointError, ConfigError, DataError
 from engine.models import resolve_dtype, text_config
 from engine.parallel.layout import Layout

@@ -15,7 +15,7 @@ from engine.data.messages import FIELDS, canonical_message, for_template, row_to
 from engine.data.preference_rows import PreferenceMapper
 from engine.data.row_files import read_file_rows
 from engine.data.rows import canonical_row
-from engine.data.templates import encode_prompt, encode_turn
+from engine.data.templates import encode_conversation, encode_prompt, encode_turn
 from engine.errors import DataError
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
@@ -191,6 +191,9 @@ def test_what_a_template_leaves_out_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=words):
         encode_turn(family_tokenizer(name), [ASK], message)
+    if "beside" not in words:  # a reward model reads whole conversations
+        with pytest.raises(DataError, match=words):
+            encode_conversation(family_tokenizer(name), [ASK, message])
 
 
 def test_tools_that_a_template_does_not_show_are_refused() -> None:

@@ -10,9 +10,9 @@ import pytest
 from chat_templates import FAMILIES, family_tokenizer
 
 from engine.config import RowsConfig
+from engine.data.collate import SFTExample
 from engine.data.templates import encode_prompt, encode_turn
 from engine.data.training_examples import (
-    SFTExample,
     conversation_examples,
     read_preferences,
     read_sft_examples,

@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,18 +106,24 @@ def test_it_learns_to_end_a_turn_and_to_think_once_where_the_template_has_it_so(
     assert end in (ends if isinstance(ends, list) else [ends])
 
 
-def test_loss_is_the_mean_over_response_tokens_only() -> None:
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_loss_is_the_mean_over_learned_tokens_only(every: int, packing: bool) -> None:
+    """All of a response, or every second token of it, as between a conversation's turns."""
     model, rows = tiny_model("llama"), examples(5)
+    rows = [
+        replace(row, learned=[i % every == 0 for i in range(len(row.response_ids))]) for row in rows
+    ]
     total, tokens = 0.0, 0
     with torch.no_grad():
         for row in rows:
             ids = torch.tensor([row.prompt_ids + row.response_ids])
             logs = model(input_ids=ids).logits[0].log_softmax(-1)
             start = len(row.prompt_ids) - 1
-            for offset, token in enumerate(row.response_ids):
-                total -= float(logs[start + offset, token])
-            tokens += len(row.response_ids)
-    subject = trainer(model, max_steps=1, train_batch_size=5)
+            for offset, token in enumerate(row.response_ids[::every]):
+                total -= float(logs[start + every * offset, token])
+            tokens += len(row.response_ids[::every])
+    subject = trainer(model, max_steps=1, train_batch_size=5, packing=packing)
     assert subject.validation_loss(rows) == pytest.approx(total / tokens, rel=1e-5)
     assert subject.fit(rows, [])["sft/loss"] == pytest.approx(total / tokens, rel=1e-5)
 
