@@ -21,6 +21,7 @@ from typing import NoReturn, TypeVar
 from engine.console import INTERRUPTED, human_time, quiet, say
 from engine.errors import EngineError, RolloutError
 from engine.serve import Identity, resolve
+from engine.storage.signatures import KEYS_VARIABLE, trusted_keys
 
 T = TypeVar("T")
 FAILED, TERMINATED = 1, 143
@@ -72,7 +73,7 @@ def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
     started = time.monotonic()
 
     def load() -> Identity:
-        folder, identity = resolve(options.model, scratch, options.name)
+        folder, identity = _resolve(options, scratch)
         server.start(identity)
         from engine.serve.native_backend import NativeBackend  # loads torch
 
@@ -92,7 +93,7 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
     from engine.serve.vllm_server import check_port, log_end, vllm_server
 
     started, port = time.monotonic(), check_port(options.host, options.port)
-    folder, identity = _interruptible(lambda: resolve(options.model, scratch, options.name))
+    folder, identity = _interruptible(lambda: _resolve(options, scratch))
     if options.max_model_len is not None:
         options.vllm.insert(0, f"--max-model-len={options.max_model_len}")
     address, timeout = (options.host, port), options.start_timeout
@@ -102,6 +103,11 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
         while process.poll() is None:
             time.sleep(_SIGNALS_S)
     raise RolloutError(f"vLLM's server ended with status {process.returncode}: {log_end(scratch)}")
+
+
+def _resolve(options: argparse.Namespace, scratch: Path) -> tuple[Path, Identity]:
+    trusted = trusted_keys() if options.require_signatures else None
+    return resolve(options.model, scratch, options.name, trusted)
 
 
 def _interruptible(work: Callable[[], T]) -> T:
@@ -145,6 +151,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--name", default="", help="the model's id in the API (default: its registered name, or "
         "its folder's)")  # fmt: skip
+    add(
+        "--require-signatures",
+        action="store_true",
+        help=f"refuse a model that none of the keys in ${KEYS_VARIABLE} signed",
+    )
     add("--max-model-len", type=int, metavar="TOKENS", help="default: the model's context")
     add(
         "--request-timeout", type=float, default=600.0, metavar="SECONDS",
