@@ -94,7 +94,7 @@ def evaluate(
             rows["warm_start"],
             rows["rl"],
             {name: known_from_training(folder, frame) for name, frame in problems.items()},
-            summary.Statistics(config.k, config.confidence, config.bootstrap_samples, seed),
+            summary.Statistics(config.k, config.confidence, seed),
         )
         summary.write_sets(this.folder, sets)
         (this.folder / "comparison.json").write_text(sets[0].comparison.to_json())
