@@ -401,6 +401,8 @@ def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
 
 
 @task(**host.short(minutes=360, **host.DECK))
-def review(artifact: str, against: str, store: str, verify_content: bool) -> FlyteFile:
+def review(
+    artifact: str, against: str, store: str, verify_content: bool, require_signatures: bool
+) -> FlyteFile:
     """Write the page of an artifact's lineage; fail, with the page in the Deck, on tampering."""
     return host.file(stages.evaluation.review, **locals())

@@ -239,6 +239,7 @@ def trigger_retraining(
     config = plan.pin_named_content(plan.with_overrides(config, seed=seed, new_data=path))
     config = apply_profile(config, machines)
     plan.check_settings(config)
+    plan.check_signatures(config)
     tracker = Tracker(experiment=config.tracking.experiment)
     model_name, alias = config.promote.model_name, config.promote.alias
     champion = tracker.champion(model_name, alias)

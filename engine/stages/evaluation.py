@@ -38,6 +38,7 @@ from engine.stages.settings import EvaluationSettings, RunContext
 from engine.stages.stage import Artifact, host, ray_for, run_folder, shared, show_facts, stage
 from engine.storage.artifacts import Parent, local_path, read_manifest
 from engine.storage.filesystem import home, write_atomically
+from engine.storage.signatures import trusted_keys
 from engine.tracking import Tracker
 from engine.tracking.connection import default_uri
 
@@ -93,7 +94,7 @@ def evaluate(
             rows["warm_start"],
             rows["rl"],
             {name: known_from_training(folder, frame) for name, frame in problems.items()},
-            summary.Statistics(config.k, config.confidence, config.bootstrap_samples, seed),
+            summary.Statistics(config.k, config.confidence, seed),
         )
         summary.write_sets(this.folder, sets)
         (this.folder / "comparison.json").write_text(sets[0].comparison.to_json())
@@ -517,17 +518,21 @@ def finalize_skipped(run: RunContext, reason: str) -> Path:
     return path
 
 
-def review(artifact: str, against: str, store: str, verify_content: bool) -> Path:
+def review(
+    artifact: str, against: str, store: str, verify_content: bool, require_signatures: bool = False
+) -> Path:
     """Write the page of an artifact's lineage; LineageError, with the page shown, on tampering.
 
     Like `python -m engine.lineage`, but where the artifacts are. `against` (empty: nothing) is
     compared with it, and `store` (empty: the one it lies in) is searched. With `verify_content`,
-    all that it was made from and that came of it is re-hashed.
+    all that it was made from and that came of it is re-hashed. With `require_signatures` each must
+    be signed by one of the keys in `$HYBRIDFLYTE_PUBLIC_KEYS`, too.
     """
+    trusted = trusted_keys() if require_signatures else None
     lineage = lookup.review([*filter(None, [against]), artifact], [store] if store else [])
     starts = lineage.starts
     comparison = compare(lineage.graph, starts[0], starts[-1]) if against else None
-    checked = audit(lineage) if verify_content else None
+    checked = audit(lineage, trusted) if verify_content or require_signatures else None
     page = render_page(lineage, checked, comparison)
     host().show("Lineage", page)
     folder = home() / "reviews"

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 from engine.config import (
     DataConfig,
     EvaluateConfig,
+    LineageConfig,
     LoRAConfig,
     ModelConfig,
     PairsConfig,
@@ -108,6 +109,7 @@ class RewardModelSettings(_Values):
 
 class RewardModelGateSettings(_Values):
     config: RewardModelGateConfig
+    lineage: LineageConfig = LineageConfig()
     seed: int
 
 
@@ -121,6 +123,7 @@ class PromotionSettings(_Values):
     data: DataConfig
     evaluate: EvaluateConfig
     config: PromoteConfig
+    lineage: LineageConfig = LineageConfig()
     seed: int
 
 

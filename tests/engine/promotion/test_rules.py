@@ -19,6 +19,7 @@ from engine.promotion.rules import Measurements, decide, decide_on_sets
 
 GUARD = GuardConfig(data_source="gsm8k", tolerance=0.02)
 RULES = PromoteConfig(
+    minimum_problems=500,
     minimum_gain=0.1,
     minimum_score=0.3,
     guards=(GUARD,),
@@ -29,6 +30,7 @@ RULES = PromoteConfig(
 )
 GOOD = Measurements(
     against="champion",
+    problems=500,
     gain=Interval(0.3, 0.2, 0.4),
     score=Interval(0.5, 0.4, 0.6),
     guards={GUARD.name: Interval(0.0, -0.01, 0.01)},
@@ -38,6 +40,7 @@ GOOD = Measurements(
     approved_by="ada",
 )
 BAD: dict[str, dict[str, Any]] = {
+    "problems": {"problems": 499},
     "gain": {"gain": Interval(0.15, 0.1, 0.2)},  # at the bound is not above it
     "score": {"score": Interval(0.4, 0.29, 0.5)},
     f"guard {GUARD.name}": {"guards": {GUARD.name: Interval(0.0, -0.03, 0.03)}},
@@ -46,7 +49,7 @@ BAD: dict[str, dict[str, Any]] = {
     "contamination": {"contamination": 0.2},
     "approval": {"approved_by": " "},
 }
-FIELDS = ("gain", "score", "kl", "length_ratio", "contamination")
+FIELDS = ("problems", "gain", "score", "kl", "length_ratio", "contamination")
 UNIT = st.floats(0, 1)
 
 
@@ -92,7 +95,7 @@ def test_missing_evidence_promotes_nothing(field: str) -> None:
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, True, "0.1"])
 @pytest.mark.parametrize("field", FIELDS)
 def test_what_is_no_number_promotes_nothing(field: str, number: Any) -> None:
-    value = number if field in ("kl", "contamination") else Interval(number, 0.2, 0.3)
+    value = number if field in ("problems", "kl", "contamination") else Interval(number, 0.2, 0.3)
     decision = decide(replace(GOOD, **{field: value}), RULES)
     assert not decision.promote
     assert "can't be" in decision.reason
@@ -121,7 +124,8 @@ def test_bootstrap_lets_a_first_champion_in_by_the_other_rules_alone() -> None:
 
 def test_rules_that_are_not_set_ask_for_nothing() -> None:
     decision = decide(replace(GOOD, kl=None, length_ratio=None, guards={}), PromoteConfig())
-    assert [outcome.rule for outcome in decision.outcomes] == ["gain", "contamination"]
+    rules = [outcome.rule for outcome in decision.outcomes]
+    assert rules == ["problems", "gain", "contamination"]
 
 
 @given(low=st.floats(-1, 1), width=UNIT, kl=UNIT, ratio=st.floats(0, 3), share=UNIT, drop=UNIT)
