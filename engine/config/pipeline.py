@@ -91,6 +91,8 @@ class PromoteConfig(Section):
     """Mean response length over the former's; upper end of the interval"""
     contamination: ContaminationConfig = ContaminationConfig()
     recheck: RecheckConfig = RecheckConfig()
+    require_reward_audit: bool = False
+    """Whether the scorer must pass the reward audit; RL doesn't begin with one that fails"""
     approval: Literal["none", "required"] = Field("none", description="Whether a person must agree")
     reward_model: RewardModelGateConfig = RewardModelGateConfig()
 

@@ -173,6 +173,30 @@ def _gain(measurements: Measurements, rules: PromoteConfig) -> RuleOutcome:
     return RuleOutcome("gain", passed, _three(gain), minimum, sentence)
 
 
+def with_reward_audit(
+    decision: Decision, evaluation: Mapping[str, object], rules: PromoteConfig
+) -> Decision:
+    """Ask, where the rules do, that the scorers passed the audit that an evaluation records.
+
+    evaluation: its manifest's configuration. One of the scorers must be the one that judged.
+    """
+    if not rules.require_reward_audit or not decision.outcomes:
+        return decision
+    recorded, scorer = evaluation.get("reward_audit"), evaluation.get("scorer")
+    audits = recorded if isinstance(recorded, list) else []
+    holes = [hole for audit in audits if audit["passed"] is not True for hole in audit["holes"]]
+    passed = all(audit["passed"] is True for audit in audits)
+    sentence, value = "the scorers passed the reward audit", "passed"
+    if scorer not in [audit["scorer"] for audit in audits]:
+        passed, value = False, "missing"
+        sentence = "the evaluation records no reward audit of its scorer; evaluate again with one"
+    elif not passed:
+        value = "failed"
+        sentence = f"a scorer failed the reward audit ({', '.join(holes)}); correct it, train again"
+    outcome = RuleOutcome("reward audit", passed, value, "passed", sentence)
+    return decision_of([*decision.outcomes, outcome])
+
+
 def _unreadable(rule: str, value: object, bound: Measured, what: str) -> RuleOutcome:
     """Return the outcome of a rule whose measurement is missing or no number."""
     shown = "was not measured" if value is None else f"is {value!r}, which can't be"

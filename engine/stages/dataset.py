@@ -273,6 +273,8 @@ def trigger_retraining(
         reason,
         f"models:/{champion.name}/{champion.version}",
         IngestSettings(new_data=new_data, data=data, retrain=config.retrain, seed=seed),
+        plan.audit_profile(config, machines),
+        plan.reward_audit_settings(config),
         RLSettings(data=data, config=config.rl, lora=lora, seed=seed),
         EvaluationSettings(data=data, config=config.evaluate, seed=seed),
         plan.promotion_settings(config),

@@ -37,8 +37,9 @@ from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
 from engine.rewards import require_rewards
+from engine.rewards.reward_function import reward_module
 from engine.stages import profiles, settings
-from engine.stages.profiles import changed
+from engine.stages.profiles import Profile, changed
 from engine.stages.stage import Artifact, execution_tags, host, library_versions, show_run
 from engine.storage import digests, signatures
 from engine.storage.digests import PACKAGES, sources_digest
@@ -47,6 +48,8 @@ from engine.tracking import Tracker
 
 BY_RL = ("rlhf", "agents", "classic_rlhf")  # workflows with a warm start and RL
 BY_PREFERENCES = ("preference", "reward_model", "classic_rlhf", "make_pairs")
+
+MODEL_REWARDS = "engine.rewards.model_based"  # whose rewards load models
 
 C = TypeVar("C", bound=PipelineConfig)
 Scored = TypeVar("Scored", EvaluateConfig, PairsConfig)
@@ -121,6 +124,8 @@ def plan(
         sft=settings.SFTSettings(
             start=start, start_digest=start_digest, config=config.sft, seed=seed
         ),
+        audit_profile=audit_profile(config, machines),
+        reward_audit=reward_audit_settings(config),
         rl=settings.RLSettings(data=data, config=config.rl, lora=lora, **weights),
         pairs=settings.PairsSettings(
             data=data,
@@ -139,6 +144,27 @@ def plan(
         needs_approval=config.promote.approval == "required",
         config_digest=digest(config),
     )
+
+
+def reward_audit_settings(config: PipelineConfig) -> settings.RewardAuditSettings:
+    """Return the settings of `reward_audit`, with the evaluation's reward where it is another."""
+    rl, evaluate = config.rl, config.evaluate
+    rewards, code = {"evaluation": evaluate.scorer}, {"evaluation": evaluate.named_content}
+    if rl.reward != evaluate.scorer:
+        rewards["rl"], code["rl"] = rl.reward, _code_digest(_reward_names(rl.reward), *rl.plugins)
+    return settings.RewardAuditSettings(
+        rewards=rewards,
+        plugins=tuple(dict.fromkeys((*rl.plugins, *evaluate.plugins))),
+        code=code,
+        required=config.promote.require_reward_audit,
+    )
+
+
+def audit_profile(config: PipelineConfig, machines: Profile) -> Profile:
+    """Return the machines of the stage `reward_audit`: with GPUs where a model scores."""
+    names = {*_reward_names(config.rl.reward), *_reward_names(config.evaluate.scorer)}
+    models = any(reward_module(name) == MODEL_REWARDS for name in names)
+    return machines if models else profiles.LAPTOP
 
 
 def promotion_settings(config: PipelineConfig) -> settings.PromotionSettings:

@@ -25,7 +25,13 @@ from engine.preferences import ranked_right
 from engine.promotion import champions, gate
 from engine.promotion.champions import Champions
 from engine.promotion.recheck import Recorded, baseline_model, recheck
-from engine.promotion.rules import Decision, RuleOutcome, decide_on_sets, decision_of
+from engine.promotion.rules import (
+    Decision,
+    RuleOutcome,
+    decide_on_sets,
+    decision_of,
+    with_reward_audit,
+)
 from engine.stages.fetch import first_model
 from engine.stages.settings import PromotionSettings, RewardModelGateSettings, RunContext
 from engine.stages.stage import Artifact, Stage, host, shared, show_facts, stage
@@ -75,6 +81,8 @@ def promote(
             comparison = compare_and_decide(
                 this, settings, datasets, trusted, tracker, former, approved_by
             )
+            decision = with_reward_audit(comparison.decision, manifest.config, config)
+            comparison = comparison._replace(decision=decision)
             comparisons.append(comparison)
             return comparison.decision
 

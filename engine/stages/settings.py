@@ -20,6 +20,7 @@ from engine.config import (
     PreferenceTrainingConfig,
     PromoteConfig,
     RetrainConfig,
+    RewardConfig,
     RewardModelTrainingConfig,
     RLConfig,
     SFTConfig,
@@ -74,6 +75,13 @@ class SFTSettings(_Values):
     start_digest: str  # content of the start model's folder, or owner/name@commit
     config: SFTConfig
     seed: int
+
+
+class RewardAuditSettings(_Values):
+    rewards: dict[str, RewardConfig]  # by who scores by it: rl, and evaluation where it has another
+    plugins: tuple[str, ...]
+    code: dict[str, str]  # digests of the modules that they are in
+    required: bool  # `promote.require_reward_audit`
 
 
 class RLSettings(_Values):
@@ -134,7 +142,9 @@ class Plan(NamedTuple):
     profile: Profile
     sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
     dataset: DatasetSettings
+    audit_profile: Profile  # one without GPUs, unless a model scores
     sft: SFTSettings
+    reward_audit: RewardAuditSettings
     rl: RLSettings
     pairs: PairsSettings
     preference: PreferenceSettings
@@ -164,6 +174,8 @@ class RetrainingPlan(NamedTuple):
     skip_reason: str  # empty when `proceed`
     champion: str  # e.g. "models:/hybridflyte-policy/7"
     ingest: IngestSettings
+    audit_profile: Profile
+    reward_audit: RewardAuditSettings
     rl: RLSettings
     evaluation: EvaluationSettings
     promotion: PromotionSettings

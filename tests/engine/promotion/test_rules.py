@@ -15,7 +15,7 @@ from engine.config import ContaminationConfig, GuardConfig, PromoteConfig
 from engine.errors import DataError
 from engine.evaluation.metrics import Interval
 from engine.promotion.gate import share_trained_on, trained_on
-from engine.promotion.rules import Measurements, decide, decide_on_sets
+from engine.promotion.rules import Measurements, decide, decide_on_sets, with_reward_audit
 
 GUARD = GuardConfig(data_source="gsm8k", tolerance=0.02)
 RULES = PromoteConfig(
@@ -49,6 +49,7 @@ BAD: dict[str, dict[str, Any]] = {
     "contamination": {"contamination": 0.2},
     "approval": {"approved_by": " "},
 }
+SCORER = {"scorer": "answer_match", "passed": True, "holes": [], "warnings": []}
 FIELDS = ("problems", "gain", "score", "kl", "length_ratio", "contamination")
 UNIT = st.floats(0, 1)
 
@@ -214,3 +215,29 @@ def test_more_training_data_never_hides_a_prompt(
     after = trained_on(test, training + test[:1], ngram, 0.8)
     assert all(a <= b for a, b in zip(before, after, strict=True))
     assert trained_on(test, test, ngram, 1.0) == [True] * len(test)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "passed", "sentence"),
+    [
+        ([SCORER], True, "the scorers passed the reward audit"),
+        ([{**SCORER, "scorer": "other"}, SCORER], True, "the scorers passed the reward audit"),
+        ([{**SCORER, "passed": False, "holes": ["chain"]}], False, "reward audit (chain)"),
+        ([SCORER, {**SCORER, "scorer": "rl", "passed": False}], False, "failed the reward audit"),
+        ([{**SCORER, "scorer": "other"}], False, "records no reward audit of its scorer"),
+        ([], False, "records no reward audit of its scorer"),
+        (None, False, "records no reward audit of its scorer"),
+        ("passed", False, "records no reward audit of its scorer"),
+        ([{**SCORER, "passed": 1}], False, "failed the reward audit"),
+    ],
+)
+def test_the_gate_can_ask_for_the_reward_audit(recorded: Any, passed: bool, sentence: str) -> None:
+    asked = RULES.model_copy(update={"require_reward_audit": True})
+    evaluation = {"scorer": "answer_match", "reward_audit": recorded}
+    decision = with_reward_audit(decide(GOOD, RULES), evaluation, asked)
+    outcome = decision.outcomes[-1]
+    assert (outcome.rule, outcome.passed, decision.promote) == ("reward audit", passed, passed)
+    assert sentence in outcome.sentence
+    assert with_reward_audit(decide(GOOD, RULES), evaluation, RULES).promote
+    refused = decide(replace(GOOD, kl=9.0), RULES)
+    assert not with_reward_audit(refused, evaluation, asked).promote
