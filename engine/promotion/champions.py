@@ -60,7 +60,7 @@ def require_intact_copy(registry: ModelRegistry, version: ModelVersion) -> None:
         try:
             intact_copy(registry, version, Path(scratch))
         except LineageError as error:
-            raise LineageError(f"{error}; nothing was moved") from error
+            raise error.with_message(f"{error}; nothing was moved") from error
 
 
 def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:

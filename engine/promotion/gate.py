@@ -255,7 +255,7 @@ def champion_evaluation(
     try:
         require_intact_copy(tracker, champion)
     except LineageError as error:
-        raise LineageError(
+        raise error.with_message(
             f"the present {alias} can't be compared with: {error}; to put a whole version in its "
             f"place: python -m engine.promotion rollback --model {champion.name} --to VERSION "
             "--reason … (and --force for one that never was champion)"

@@ -23,7 +23,6 @@ import functools
 import inspect
 import math
 import reprlib
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,23 +40,15 @@ RewardFunction: TypeAlias = Callable[..., RewardResult | Awaitable[RewardResult]
 # is wrong for its completion alone.
 
 Cause: TypeAlias = Literal["raised", "deadline", "malformed", "not_finite", "crashed"]
-_LONGEST_TRACEBACK = 8000  # characters
 _LARGEST = 3.4028234e38  # of float32, in which scores travel
 
 
 class RewardFailure(RewardError):
     """Why a completion has no score; `__cause__` is the reward's own exception, if it raised."""
 
-    def __init__(self, cause: Cause, message: str, traceback_text: str = "") -> None:
+    def __init__(self, cause: Cause, message: str) -> None:
         super().__init__(message)
         self.cause: Cause = cause
-        if traceback_text:
-            self.__cause__ = RuntimeError(f"in another process\n{traceback_text}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raised = self.__cause__
-        text = "" if raised is None else "".join(traceback.format_exception(raised))
-        return type(self), (self.cause, str(self), text[-_LONGEST_TRACEBACK:])
 
 
 @dataclass(slots=True)
@@ -250,7 +241,7 @@ def register_row_reward(
                 try:
                     scores.append(float(function(completion, truth, **options)))
                 except RewardError as error:
-                    raise RewardError(f"row {len(scores)}: {error}") from None
+                    raise error.with_message(f"row {len(scores)}: {error}") from None
             return scores
 
         return register_reward(name, **details)(reward)
