@@ -29,7 +29,7 @@ from engine.data.loader import PromptLoader, make_rl_data_loader
 from engine.data.templates import Message, encode_conversation, encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, RewardError
-from engine.models import CriticModel, load_model, save_model, save_tensors
+from engine.models import CriticModel, load_model, open_tokenizer, save_model, save_tensors
 from engine.models.value_head import classifier_of, classifier_tensors
 from engine.rewards.reward_function import register_reward
 from engine.runtime import HybridActor
@@ -250,7 +250,7 @@ class RLTrainer(rl.RLTrainer):
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer)
         if isinstance(actor, str | Path):
-            return str(actor), dtype, tokenizer or load_tokenizer(actor)
+            return str(actor), dtype, tokenizer or open_tokenizer(actor)
         tokenizer = tokenizer or getattr(actor, "tokenizer", None)
         if isinstance(actor, HybridActor):
             if actor._sharded is not None:

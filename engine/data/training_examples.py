@@ -15,8 +15,9 @@ import torch
 
 from engine.batch import Batch
 from engine.config import RowsConfig
+from engine.console import say
 from engine.data import templates
-from engine.data.collate import collate_completions
+from engine.data.collate import check_token_ids, collate_completions
 from engine.data.preference_rows import Kind, read_preference_rows
 from engine.errors import DataError
 from engine.storage.json_rows import Row
@@ -24,7 +25,17 @@ from engine.storage.json_rows import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Pair = tuple[list[int], list[int]]  # ids of the prompt, and of the response with its end token
+
+@dataclass(frozen=True, slots=True)
+class SFTExample:
+    """A prompt with the response to learn."""
+
+    prompt_ids: list[int]  # e.g. [2, 17, 9, 3]
+    response_ids: list[int]  # ends with the end token, e.g. [21, 30, 1]
+
+    @property
+    def responses(self) -> tuple[list[int]]:
+        return (self.response_ids,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +77,14 @@ class StepExample:
     ends: list[int]  # index of each step's last token in completion_ids, e.g. [0, 7]
     labels: list[bool]  # of each step, whether it is right
 
+    @property
+    def responses(self) -> tuple[list[int]]:
+        return (self.completion_ids,)
+
 
 PreferenceExample = PairExample | LabelledExample
-E = TypeVar("E", bound=Pair | PreferenceExample | StepExample)
+AnyExample = SFTExample | PreferenceExample | StepExample
+E = TypeVar("E", bound=AnyExample)
 
 
 class ReadOptions(TypedDict, total=False):
@@ -81,16 +97,16 @@ class ReadOptions(TypedDict, total=False):
 
 def read_sft_pairs(
     paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Unpack[ReadOptions]
-) -> list[Pair]:
+) -> list[SFTExample]:
     """Read and encode rows `{prompt, response}` of files, folders, s3://… or hf://….
 
     `prompt` is text or chat messages, `response` text. Without them, `messages` is a conversation
     whose last message is the response. Raises DataError, in a sentence, for bad rows.
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> Pair:
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> SFTExample:
         prompt = templates.encode_row(tokenizer, row["prompt"], where)
-        return prompt, templates.encode_response(tokenizer, row["response"])
+        return SFTExample(prompt, templates.encode_response(tokenizer, row["response"]))
 
     return _read(paths, tokenizer, "responses", encode, **options)
 
@@ -114,6 +130,7 @@ def read_preferences(
         chosen, rejected = (
             templates.encode_response(tokenizer, row[s]) for s in ("chosen", "rejected")
         )
+        _check_differ(chosen, rejected, where)
         return PairExample(prompt, chosen, rejected, row["margin"])
 
     return _read(path, tokenizer, kind, encode, **options)
@@ -131,11 +148,10 @@ def read_reward_pairs(
         chosen, rejected = (
             _conversation(tokenizer, row, row[side], where) for side in ("chosen", "rejected")
         )
+        _check_differ(chosen, rejected, where)
         longest = min(len(chosen), len(rejected)) - 1
-        if chosen == rejected or longest < 1:
-            raise DataError(
-                f"{where}: both conversations are the same tokens, or too few; remove it"
-            )
+        if longest < 1:
+            raise DataError(f"{where}: one of its conversations is too short; remove the row")
         shared = max(1, min(longest, _common(chosen, rejected)))
         return PairExample(chosen[:shared], chosen[shared:], rejected[shared:], row["margin"])
 
@@ -187,6 +203,8 @@ def _read(
     tokenizer = templates.with_template_variables(tokenizer, config.apply_chat_template_kwargs)
     examples: list[E] = []
     for file in read_preference_rows([path] if isinstance(path, str) else path, config, kind):
+        for note in file.notes:
+            say(f"data: {note}")
         encoded = [
             encode(tokenizer, row, f"{file.address}, row {number}")
             for row, number in zip(file.rows, file.numbers, strict=True)
@@ -204,13 +222,29 @@ def _read(
     return examples
 
 
-def _length(example: Pair | PreferenceExample | StepExample) -> int:
+def _length(example: AnyExample) -> int:
     """Tokens of the longer row that an example makes."""
-    if isinstance(example, tuple):
-        return sum(map(len, example))
-    if isinstance(example, StepExample):
-        return len(example.prompt_ids) + len(example.completion_ids)
     return len(example.prompt_ids) + max(map(len, example.responses))
+
+
+def check_examples(examples: Sequence[AnyExample], vocabulary: int, name: str) -> None:
+    """Raise, for examples of a caller's own, what rows of files are refused for; `name`: theirs.
+
+    ModelError for a token that the model doesn't have, DataError for a pair of equal responses.
+    """
+    for i, example in enumerate(examples):
+        for ids in (example.prompt_ids, *example.responses):
+            check_token_ids(f"{name} {i}", ids, vocabulary)
+        if isinstance(example, PairExample):
+            _check_differ(*example.responses, f"{name} {i}")
+
+
+def _check_differ(chosen: list[int], rejected: list[int], where: str) -> None:
+    if chosen == rejected:
+        raise DataError(
+            f"{where}: 'chosen' and 'rejected' are the same tokens, which tells nothing apart; "
+            "remove it"
+        )
 
 
 def _conversation(

@@ -19,11 +19,11 @@ from engine.config import EvaluateConfig
 from engine.data.collate import collate_prompts
 from engine.data.rows import prompt_text
 from engine.data.templates import decode_response, encode_prompts
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.evaluation.decode import Answer, decode_passes
 from engine.evaluation.results import Judged, ModelName, build_rows
 from engine.evaluation.summary import TEST
+from engine.models import open_tokenizer
 from engine.registry import import_plugins
 from engine.rewards import Scorer
 from engine.rewards.answers import ENVIRONMENT
@@ -143,7 +143,7 @@ def evaluate_model(
     if len(sets) > 1 and "extra_info" in frame:  # no row lacks a column that another set has
         frame["extra_info"] = pd.Series(extra, dtype=object)
     import_plugins(config.plugins)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
     longest = max(map(len, prompts))
     levels = [(row.get("level"), row.get("difficulty")) for row in extra]

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from engine.config import ModelConfig
+from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError, StorageError
 from engine.models.lora import has_adapters, merged_copy, save_adapter
 from engine.storage.filesystem import is_hub_id, loading_error, require_model_name, split_revision
@@ -254,13 +255,34 @@ def _require_whole_index(folder: Path, setting: str) -> None:
         raise ModelError(f"{setting}={str(folder)!r} lacks the weight files {missing}; copy them")
 
 
+def open_tokenizer(path: str | Path, setting: str = "model.path") -> PreTrainedTokenizerBase:
+    """Load a model's own tokenizer; ModelError unless the folder is whole and the two fit.
+
+    Every entry point that is given a model begins with this, before it reads data.
+    """
+    require_model_folder(path, setting)
+    vocabulary, _ = vocabulary_and_context(path)
+    tokenizer = load_tokenizer(path)
+    check_vocabulary(vocabulary, tokenizer, str(path))
+    return tokenizer
+
+
 def check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Raise ModelError when the tokenizer can emit ids that the embedding does not have."""
-    if len(tokenizer) > vocab_size:
-        raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens but the model in {where} has an embedding "
-            f"of {vocab_size}; use the tokenizer that belongs to the model, or resize the embedding"
-        )
+    """Raise ModelError when the tokenizer can emit ids that the embedding does not have.
+
+    A special token beyond it counts where the chat template or an attribute such as `eos_token` has
+    it: Gemma 3's tokenizer has one for images that its text models lack, and no text becomes it.
+    """
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    template = str(tokenizer.chat_template or "")
+    for text, i in tokenizer.get_vocab().items():
+        if i >= vocab_size and (i not in special or i in named or text in template):
+            raise ModelError(
+                f"the tokenizer has the token {text!r} with id {i}, but the model in {where} has "
+                f"an embedding of {vocab_size}; use the tokenizer that belongs to the model, or "
+                "resize the embedding"
+            )
 
 
 def check_context(prompt_tokens: int, response_tokens: int, context: int) -> None:

@@ -22,9 +22,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.data.templates import decode_response, encode_prompts, encode_text, stop_token_ids
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError, ModelError, RolloutError
-from engine.models import load_model, resolve_dtype, text_config
+from engine.models import load_model, open_tokenizer, resolve_dtype, text_config
 from engine.rollout import protocol
 from engine.rollout.protocol import RolloutEngine, SamplingParams
 from engine.rollout.trainer_model import context_length
@@ -157,7 +156,7 @@ class NativeBackend:
         Its weights are bfloat16 where the hardware computes in it, else float32. Raises ModelError
         for a folder that can't be loaded and ConfigError for a length beyond the model's context.
         """
-        tokenizer, shape = load_tokenizer(folder), text_config(folder)
+        tokenizer, shape = open_tokenizer(folder), text_config(folder)
         model = load_model(folder, resolve_dtype("auto", shape.hidden_size)).eval()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.nn.Module.to(model, device)  # in place

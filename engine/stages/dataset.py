@@ -36,9 +36,9 @@ from engine.data.incremental_data import (
 from engine.data.prepare import CARD, SplitCard, card_html, card_markdown
 from engine.data.rows import row_numbers
 from engine.data.sources import Splits
-from engine.data.tokenizer import load_tokenizer, train_tokenizer
+from engine.data.tokenizer import train_tokenizer
 from engine.errors import ConfigError, DataError, LineageError, TrackingError
-from engine.models import check_context, check_vocabulary, vocabulary_and_context
+from engine.models import check_context, open_tokenizer, vocabulary_and_context
 from engine.stages import plan
 from engine.stages.profiles import apply_profile, read_profile
 from engine.stages.settings import (
@@ -157,8 +157,7 @@ def check_contract(splits: Splits) -> None:
 def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTrainedTokenizerBase:
     """Return the start model's tokenizer, checked against its vocabulary, or one trained here."""
     if model_path:
-        tokenizer = load_tokenizer(model_path)
-        check_vocabulary(vocabulary_and_context(model_path)[0], tokenizer, model_path)
+        tokenizer = open_tokenizer(model_path)
     else:
         rows = splits.sft_train
         prompts = [message["content"] for prompt in rows["prompt"] for message in prompt]
@@ -363,7 +362,7 @@ def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Art
         splits = with_new_rows(previous, new_data, settings.retrain, settings.seed)
         check_contract(splits)
         context = vocabulary_and_context(model)[1]
-        facts = write_splits(this, splits, load_tokenizer(model), settings.data, context)
+        facts = write_splits(this, splits, open_tokenizer(model), settings.data, context)
         ledger = [*read_ledger(previous), *new_data.files]
         entries = [f.model_dump() for f in sorted(ledger, key=lambda f: (f.path, f.sha256))]
         (this.folder / LEDGER).write_text(json.dumps({"files": entries}, indent=1) + "\n")
