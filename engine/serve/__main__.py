@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
-from engine.console import INTERRUPTED, human_time, quiet, say
+from engine.console import INTERRUPTED, command_line, human_time, quiet, say
 from engine.errors import EngineError, RolloutError
 from engine.serve import Identity, resolve
 
@@ -27,6 +27,7 @@ FAILED, TERMINATED = 1, 143
 _SIGNALS_S = 1.0  # a signal that comes just before a wait is handled after it: no wait is longer
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -92,7 +93,15 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
     from engine.serve.vllm_server import check_port, log_end, vllm_server
 
     started, port = time.monotonic(), check_port(options.host, options.port)
-    folder, identity = _interruptible(lambda: resolve(options.model, scratch, options.name))
+
+    def load() -> tuple[Path, Identity]:
+        from engine.models import open_tokenizer  # loads torch
+
+        resolved = resolve(options.model, scratch, options.name)
+        open_tokenizer(resolved[0])
+        return resolved
+
+    folder, identity = _interruptible(load)
     if options.max_model_len is not None:
         options.vllm.insert(0, f"--max-model-len={options.max_model_len}")
     address, timeout = (options.host, port), options.start_timeout
