@@ -10,21 +10,21 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.checkpoint.run_lock import hold_lock
 from engine.cli import run_folder
 from engine.cli.rl_run import open_log
 from engine.cli.settings import OfflineRunConfig, PreferenceRunConfig, RewardModelRunConfig
 from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data import training_examples
-from engine.data.tokenizer import load_tokenizer
+from engine.data.training_examples import AnyExample
 from engine.errors import DataError
-from engine.models import vocabulary_and_context
+from engine.models import open_tokenizer, vocabulary_and_context
 from engine.runtime.policy_runtime import StartModel
 from engine.trainers import preference_learning
-from engine.trainers.offline import SFTExample, SFTTrainer, is_on_ray, total_steps
+from engine.trainers.offline import SFTTrainer, is_on_ray, total_steps
 from engine.workers.algorithm_options import check_preference_training
 
-AnyExample = training_examples.PreferenceExample | training_examples.StepExample | SFTExample
 E = TypeVar("E", bound=AnyExample)
 
 _METHODS: dict[str, tuple[str, Any]] = {  # what is said of a kind of training, and its trainer
@@ -44,7 +44,7 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     training, model = config.training, config.model
     if isinstance(config, PreferenceRunConfig):
         check_preference_training(config.preference)
-    tokenizer = load_tokenizer(model.path)
+    tokenizer = open_tokenizer(model.path)
     train, validation = _read(config, tokenizer)
     name, steps = training.section, total_steps(training, len(train))
     method, trainer_class = _METHODS[_kind(config)]
@@ -61,9 +61,10 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     pad = int(tokenizer.pad_token_id or 0)
     with (
         run_folder.error_details_file(folder),
+        hold_lock(checkpoints),
         ray_session("ray" if is_on_ray(training) else "local"),
         trainer_class(start, pad, training, seed=config.seed, start=model.path) as trainer,
-        open_log(config, folder, resumes=any(checkpoints.glob("step_*"))) as log,
+        open_log(config, folder, checkpoints) as log,
     ):
         started = time.monotonic()
 
@@ -118,8 +119,6 @@ def _read(
         read(files, tokenizer, **options) if files else []
         for files in (data.train_files, data.val_files)
     )
-    if kind == "sft":
-        train, validation = ([SFTExample(*pair) for pair in pairs] for pairs in (train, validation))
     return (train, validation) if data.val_files else held_out(train, data.val_size, config.seed)
 
 
