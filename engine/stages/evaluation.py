@@ -442,8 +442,10 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         f"{'promoted' if decision['promoted'] else 'not promoted'} (why: below)",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
         **({} if facts["warm_start"] else {"start model": facts["start_model"]}),
-        "model": display_path(folders[POLICY]),
         "model's step": facts["policy_step"] or "not recorded",
+    }
+    places = {  # to be copied, so that no column may break them
+        "model": display_path(folders[POLICY]),
         "report (Deck)": display_path(Path(facts["report"])),
         "summary": display_path(path),
         "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",
@@ -455,6 +457,8 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
     kind = "Preference" if facts["trained_by"] == "preference" else "RLHF"
     title = f"{'Agents' if episodes else kind} run {facts['run_id']}"
     table(title, [{"": k, "result": v} for k, v in rows.items()])
+    for name, place in places.items():
+        say(f"{name}: {place}")
     for episode in episodes:
         say(f"episodes: {episode.line()}")
     if "reward_model" in folders:
