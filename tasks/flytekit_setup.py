@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flytekit import FlyteContextManager, Secret, current_context
 from flytekit.core.context_manager import BranchEvalMode, FlyteContext
+from flytekit.core.local_cache import LocalTaskCache
 from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
 from flytekit.loggers import logger
 from flytekit.models.literals import Scalar
 from flytekit.models.types import Error, LiteralType
 from pydantic import BaseModel
 
-from engine.console import INTERRUPTED
+from engine.console import INTERRUPTED, say
 from engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,6 +105,20 @@ _builder.enter_conditional_section = _enter_with_new_state
 # Flyte's local cache, of local runs: on a cluster the catalogue is Flyte's, and a stage reports a
 # missing artifact.
 
+_local_cache: Any = LocalTaskCache
+_cached_result = _local_cache.get
+
+
+def _say_cached(task_name: str, *arguments: object) -> object:
+    """Say that a result is taken from the cache, which flytekit does in silence."""
+    found: object = _cached_result(task_name, *arguments)
+    if found is not None and task_name.startswith("tasks."):
+        say(f"{task_name.rpartition('.')[2].removesuffix('_stage')}: cached")
+    return found
+
+
+_local_cache.get = _say_cached
+
 
 def evict_missing() -> int:
     """Drop cached results of our tasks whose folders are no longer there; return how many."""
@@ -121,8 +136,6 @@ def evict_missing() -> int:
 
 def open_cache() -> Cache:
     """Return the diskcache.Cache of local results, which `pyflyte local-cache clear` empties."""
-    from flytekit.core.local_cache import LocalTaskCache
-
     if not LocalTaskCache._initialized:
         LocalTaskCache.initialize()
     return LocalTaskCache._cache

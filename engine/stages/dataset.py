@@ -35,7 +35,7 @@ from engine.data.incremental_data import (
 )
 from engine.data.prepare import CARD, SplitCard, card_html, card_markdown
 from engine.data.rows import row_numbers
-from engine.data.sources import Splits
+from engine.data.sources import SPLITS, Splits
 from engine.data.tokenizer import train_tokenizer
 from engine.errors import ConfigError, DataError, LineageError, TrackingError
 from engine.models import check_context, open_tokenizer, vocabulary_and_context
@@ -56,7 +56,6 @@ from engine.storage.digests import hash_file
 from engine.tracking import Tracker
 from engine.tracking.model_versions import ModelVersion
 
-SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
 LEDGER = "arrivals.json"
 CLOCK_TOLERANCE = timedelta(minutes=10)  # between the scheduler's clock and this one
 

@@ -15,16 +15,13 @@ from engine.config import ContaminationConfig, EvaluateConfig
 from engine.console import Progress, display_path, human_time, points, say, table
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.data.rows import prompt_text
-from engine.data.sources import evaluation_files
+from engine.data.sources import SPLITS, evaluation_files
 from engine.data.templates import rows_spelling_control_tokens
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import EngineError, LineageError, StorageError
 from engine.evaluation import lm_eval, summary
 from engine.evaluation.comparability import comparable_settings
-from engine.evaluation.decode import uses_ranks
 from engine.evaluation.policy_steps import read_overoptimisation, read_policy_steps
 from engine.evaluation.report_page import Link, Verdict, render_report
-from engine.evaluation.scoring import evaluate_model, share_of
 from engine.lineage import lookup
 from engine.lineage.audit import audit
 from engine.lineage.compare import compare
@@ -32,7 +29,6 @@ from engine.lineage.page import render_page, write_page
 from engine.promotion.gate import trained_on
 from engine.redaction import redact
 from engine.rewards import scorer_identity
-from engine.stages.dataset import SPLITS
 from engine.stages.fetch import START_MODEL, first_model, trained_by
 from engine.stages.settings import EvaluationSettings, RunContext
 from engine.stages.stage import Artifact, host, ray_for, run_folder, shared, show_facts, stage
@@ -66,6 +62,8 @@ def evaluate(
 
     parts: the tables of `evaluate_part` in order; None: both models are decoded here.
     """
+    from engine.evaluation.decode import uses_ranks  # torch takes seconds, and a report needs none
+
     data, config, seed = settings.data, settings.config, settings.seed
     recorded = comparable_settings(data, config, seed)
     with stage("evaluation", run, recorded, on_ray=uses_ranks(config)) as this:
@@ -145,6 +143,8 @@ def evaluate_part(
 
     Joined tables are those of one machine, to the bit where its arithmetic is.
     """
+    from engine.evaluation.decode import uses_ranks
+
     config = settings.config
     with ray_for(uses_ranks(config)):
         say(f"evaluation: part {part + 1} of {config.map_parts} starts")
@@ -161,6 +161,8 @@ def answer_problems(
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, pd.DataFrame]:
     """Return each model's rows, with a progress bar."""
+    from engine.evaluation.scoring import evaluate_model, share_of
+
     data, config = settings.data, settings.config
     share = share_of(sum(map(len, problems.values())), part)
     each = (share.stop - share.start) * (1 + config.samples)
@@ -208,6 +210,8 @@ def harness_metrics(
 
 def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:
     """Say where the problems are from, how many, and how many spell control tokens."""
+    from engine.data.tokenizer import load_tokenizer
+
     rows = [{"prompt": prompt} for prompt in test["prompt"]]
     spelled = rows_spelling_control_tokens(rows, load_tokenizer(model), "escape", "test")
     escaped = f", {len(spelled)} of them with control tokens kept as plain text" * bool(spelled)

@@ -19,7 +19,6 @@ from engine.config.pipeline import RewardModelGateConfig
 from engine.console import display_path, say
 from engine.errors import LineageError, TrackingError
 from engine.evaluation.comparability import require_same_settings
-from engine.preferences import ranked_right
 from engine.promotion import champions, gate
 from engine.promotion.champions import Champions
 from engine.promotion.rules import Decision, decide_on_sets
@@ -170,6 +169,8 @@ def reward_model_promotion(
                 "the artifacts of one run"
             )
         champions.require_unmodified([source.uri])
+        from engine.preferences import ranked_right  # torch, which no policy's promotion needs
+
         right = ranked_right(model, held_out)
 
         def judge(tracker: Tracker, former: ModelVersion | None) -> Decision:
