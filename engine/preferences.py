@@ -25,12 +25,13 @@ from engine.evaluation.decode import decode_passes
 from engine.evaluation.policy_steps import MODEL_REWARD
 from engine.evaluation.results import Judged
 from engine.evaluation.scoring import judge_answers, scorer_inputs
-from engine.models.loading import load_model_config, open_tokenizer
+from engine.models.loading import load_model_config
 from engine.registry import import_plugins
 from engine.rewards import Scorer, resolve_reward
 from engine.rewards.reward_function import declared_components
 from engine.rewards.scorer import ANSWER
 from engine.rollout.protocol import SamplingParams
+from engine.runtime.policy_runtime import open_tokenizer
 
 
 def by_reward_model(config: RLConfig, folder: str) -> RLConfig:

@@ -19,8 +19,8 @@ from engine.controller.launch import ray_session
 from engine.data import training_examples
 from engine.data.training_examples import AnyExample
 from engine.errors import DataError
-from engine.models import open_tokenizer, vocabulary_and_context
-from engine.runtime.policy_runtime import StartModel
+from engine.models import vocabulary_and_context
+from engine.runtime.policy_runtime import StartModel, open_tokenizer
 from engine.trainers import preference_learning
 from engine.trainers.offline import SFTTrainer, is_on_ray, total_steps
 from engine.workers.algorithm_options import check_preference_training

@@ -24,6 +24,7 @@ from engine.data.row_files import data_files, read_file_rows
 from engine.data.templates import rows_spelling_control_tokens, with_template_variables
 from engine.errors import ConfigError, DataError, PlacementError
 from engine.models.loading import check_overrides, link_model
+from engine.runtime.policy_runtime import open_tokenizer
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.storage.json_rows import Row
 from engine.trainers import auto_placement, run_spec
@@ -76,7 +77,7 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
 
 def _prepare(config: RunConfig, model: str) -> tuple[RunConfig, Prompts]:
     """Read the prompts, and turn `run.total_epochs` into steps, if it is given."""
-    tokenizer, context = models.open_tokenizer(model), models.vocabulary_and_context(model)[1]
+    tokenizer, context = open_tokenizer(model), models.vocabulary_and_context(model)[1]
     prompts, data = read_prompts(config, tokenizer, context), config.data
     longest = rl_run.prompt_room(config.rl, prompts.longest, data.max_prompt_length)
     models.check_context(longest, data.max_response_length, context)

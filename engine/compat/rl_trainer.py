@@ -29,10 +29,11 @@ from engine.data.loader import PromptLoader, make_rl_data_loader
 from engine.data.templates import Message, encode_conversation, encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, RewardError
-from engine.models import CriticModel, load_model, open_tokenizer, save_model, save_tensors
+from engine.models import CriticModel, load_model, save_model, save_tensors
 from engine.models.value_head import classifier_of, classifier_tensors
 from engine.rewards.reward_function import register_reward
 from engine.runtime import HybridActor
+from engine.runtime.policy_runtime import open_tokenizer
 from engine.trainers import rl
 from engine.trainers.run_spec import run_roles
 

@@ -14,17 +14,7 @@ from torch import Tensor
 
 from engine.batch import Batch
 from engine.data.rows import check_names, reward_model
-from engine.errors import ConfigError, DataError, ModelError
-
-
-def check_token_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
-    """Raise ModelError if one of `ids`, those of `name`, is not in the model's vocabulary."""
-    low, high = min(ids, default=0), max(ids, default=0)
-    if low < 0 or high >= vocabulary:
-        raise ModelError(
-            f"{name} has token id {low if low < 0 else high} outside the model's vocabulary of "
-            f"{vocabulary}; use the tokenizer the model was trained with"
-        )
+from engine.errors import ConfigError, DataError
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

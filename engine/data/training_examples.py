@@ -6,6 +6,7 @@ A preference is two rows of a batch with one prompt, which a packed forward pass
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
@@ -13,17 +14,19 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 
-from engine.batch import Batch
+from engine.batch import Batch, check_token_ids
 from engine.config import RowsConfig
-from engine.console import say
 from engine.data import templates
-from engine.data.collate import check_token_ids, collate_completions
-from engine.data.preference_rows import Kind, read_preference_rows
+from engine.data.collate import collate_completions
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from engine.data.preference_rows import Kind
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,12 +202,14 @@ def _read(
     too_long: str = "fail",
 ) -> list[E]:
     """Encode the rows of all files; DataError for long ones unless they are dropped."""
+    from engine.data.preference_rows import read_preference_rows  # pandas; rows in memory need none
+
     config = config or RowsConfig()
     tokenizer = templates.with_template_variables(tokenizer, config.apply_chat_template_kwargs)
     examples: list[E] = []
     for file in read_preference_rows([path] if isinstance(path, str) else path, config, kind):
         for note in file.notes:
-            say(f"data: {note}")
+            _log.warning("%s", note)
         encoded = [
             encode(tokenizer, row, f"{file.address}, row {number}")
             for row, number in zip(file.rows, file.numbers, strict=True)

@@ -23,11 +23,11 @@ from engine.errors import ConfigError, DataError
 from engine.evaluation.decode import Answer, decode_passes
 from engine.evaluation.results import Judged, ModelName, build_rows
 from engine.evaluation.summary import TEST
-from engine.models import open_tokenizer
 from engine.registry import import_plugins
 from engine.rewards import Scorer
 from engine.rewards.answers import ENVIRONMENT
 from engine.rollout.protocol import SamplingParams
+from engine.runtime.policy_runtime import open_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,7 +7,6 @@ from engine.models.loading import (
     check_context,
     check_vocabulary,
     load_model,
-    open_tokenizer,
     require_model_folder,
     resolve_dtype,
     save_model,

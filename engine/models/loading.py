@@ -32,7 +32,6 @@ from transformers import (
 )
 
 from engine.config import ModelConfig
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError, StorageError
 from engine.models.lora import has_adapters, merged_copy, save_adapter
 from engine.storage.filesystem import is_hub_id, loading_error, require_model_name, split_revision
@@ -253,18 +252,6 @@ def _require_whole_index(folder: Path, setting: str) -> None:
         ) from error
     if missing:
         raise ModelError(f"{setting}={str(folder)!r} lacks the weight files {missing}; copy them")
-
-
-def open_tokenizer(path: str | Path, setting: str = "model.path") -> PreTrainedTokenizerBase:
-    """Load a model's own tokenizer; ModelError unless the folder is whole and the two fit.
-
-    Every entry point that is given a model begins with this, before it reads data.
-    """
-    require_model_folder(path, setting)
-    vocabulary, _ = vocabulary_and_context(path)
-    tokenizer = load_tokenizer(path)
-    check_vocabulary(vocabulary, tokenizer, str(path))
-    return tokenizer
 
 
 def check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:

@@ -19,8 +19,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from engine.batch import check_token_ids
 from engine.config import RolloutConfig
-from engine.data.collate import check_token_ids
 from engine.errors import ConfigError, RolloutError
 from engine.registry import Registry
 

@@ -16,8 +16,7 @@ from typing import Literal, Protocol, TypedDict
 
 import torch
 
-from engine.batch import Batch
-from engine.data.collate import check_token_ids
+from engine.batch import Batch, check_token_ids
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
 

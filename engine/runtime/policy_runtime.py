@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine import models
 from engine.batch import Batch
@@ -198,6 +198,18 @@ def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     named |= {name: b for name, b in model.named_buffers() if name in state}
     return {name: tensor.data for name, tensor in named.items()}
+
+
+def open_tokenizer(path: str | Path, setting: str = "model.path") -> PreTrainedTokenizerBase:
+    """Load a model's own tokenizer; ModelError unless the folder is whole and the two fit.
+
+    Every entry point that is given a model begins with this, before it reads data.
+    """
+    models.require_model_folder(path, setting)
+    vocabulary, _ = models.vocabulary_and_context(path)
+    tokenizer = load_tokenizer(path)
+    models.check_vocabulary(vocabulary, tokenizer, str(path))
+    return tokenizer
 
 
 @dataclass(frozen=True, slots=True)

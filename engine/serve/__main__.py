@@ -95,7 +95,7 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
     started, port = time.monotonic(), check_port(options.host, options.port)
 
     def load() -> tuple[Path, Identity]:
-        from engine.models import open_tokenizer  # loads torch
+        from engine.runtime.policy_runtime import open_tokenizer  # loads torch
 
         resolved = resolve(options.model, scratch, options.name)
         open_tokenizer(resolved[0])

@@ -23,10 +23,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.data.templates import decode_response, encode_prompts, encode_text, stop_token_ids
 from engine.errors import DataError, ModelError, RolloutError
-from engine.models import load_model, open_tokenizer, resolve_dtype, text_config
+from engine.models import load_model, resolve_dtype, text_config
 from engine.rollout import protocol
 from engine.rollout.protocol import RolloutEngine, SamplingParams
 from engine.rollout.trainer_model import context_length
+from engine.runtime.policy_runtime import open_tokenizer
 from engine.serve.api_server import Answer, ChatRequest, Completions, RequestError
 
 BATCH = 64  # sequences

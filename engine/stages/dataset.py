@@ -38,7 +38,8 @@ from engine.data.rows import row_numbers
 from engine.data.sources import SPLITS, Splits
 from engine.data.tokenizer import train_tokenizer
 from engine.errors import ConfigError, DataError, LineageError, TrackingError
-from engine.models import check_context, open_tokenizer, vocabulary_and_context
+from engine.models import check_context, vocabulary_and_context
+from engine.runtime.policy_runtime import open_tokenizer
 from engine.stages import plan
 from engine.stages.profiles import apply_profile, read_profile
 from engine.stages.settings import (

@@ -24,9 +24,9 @@ from engine.data.tokenizer import load_tokenizer
 from engine.data.training_examples import AnyExample, read_preferences, read_reward_pairs
 from engine.errors import DataError
 from engine.evaluation.decode import uses_ranks
-from engine.models import open_tokenizer, saved_dtype, vocabulary_and_context
+from engine.models import saved_dtype, vocabulary_and_context
 from engine.preferences import layout_of, rank_rollouts, read_preference_tables
-from engine.runtime.policy_runtime import StartModel
+from engine.runtime.policy_runtime import StartModel, open_tokenizer
 from engine.stages.dataset import write_card
 from engine.stages.evaluation import ranking
 from engine.stages.settings import (

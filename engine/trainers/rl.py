@@ -22,7 +22,7 @@ from engine.controller.timeline import Span, write_trace
 from engine.data.loader import PromptLoader
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError
-from engine.models import open_tokenizer
+from engine.runtime.policy_runtime import open_tokenizer
 from engine.storage.json_rows import Row
 from engine.trainers import resume, run_spec, step_metrics
 from engine.trainers.huggingface_export import resolve_checkpoint, start_model_info
