@@ -17,8 +17,10 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from flytekit import FlyteContextManager, Secret, current_context
+from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import BranchEvalMode, FlyteContext
 from flytekit.core.local_cache import LocalTaskCache
+from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
 from flytekit.loggers import logger
 from flytekit.models.literals import Scalar
@@ -107,17 +109,25 @@ _builder.enter_conditional_section = _enter_with_new_state
 
 _local_cache: Any = LocalTaskCache
 _cached_result = _local_cache.get
+_cached_stages: list[str] = []  # those that a dry run found
 
 
 def _say_cached(task_name: str, *arguments: object) -> object:
     """Say that a result is taken from the cache, which flytekit does in silence."""
     found: object = _cached_result(task_name, *arguments)
     if found is not None and task_name.startswith("tasks."):
-        say(f"{task_name.rpartition('.')[2].removesuffix('_stage')}: cached")
+        if is_dry_run():
+            _cached_stages.append(_stage_name(task_name))
+        else:
+            say(f"{_stage_name(task_name)}: cached")
     return found
 
 
 _local_cache.get = _say_cached
+
+
+def _stage_name(task: str) -> str:
+    return task.rpartition(".")[2].removesuffix("_stage")
 
 
 def evict_missing() -> int:
@@ -150,6 +160,42 @@ def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
         for uri in (literal.scalar.blob.uri, literal.scalar.structured_dataset.uri):
             if uri and "://" not in uri:
                 yield Path(uri)
+
+
+# A dry run, HYBRIDFLYTE_DRY_RUN=1 pyflyte run …: the plan is made, recorded nowhere, and stages are
+# looked up in the local cache until one is not there.
+
+DRY_RUN = "HYBRIDFLYTE_DRY_RUN"
+
+
+def is_dry_run() -> bool:
+    """Tell whether workflows are planned alone."""
+    return os.environ.get(DRY_RUN, "") not in ("", "0")
+
+
+_local_task: Any = PythonTask
+
+
+def _plan_alone() -> None:
+    """Let local runs end, with status 0, before the first stage that would be computed."""
+    execute = _local_task.sandbox_execute
+
+    def sandbox_execute(task: Any, context: FlyteContext, inputs: Any) -> Any:
+        name = _stage_name(task.name)
+        dynamic = (
+            getattr(task, "execution_mode", None) == PythonFunctionTask.ExecutionBehavior.DYNAMIC
+        )
+        if name in ("plan", "plan_promotion", "trigger_retraining") or dynamic:
+            return execute(task, context, inputs)
+        say(f"cached    {', '.join(_cached_stages) or 'nothing'}")
+        say(f"to do     {name} and what follows it; dry run, nothing is computed")
+        sys.exit(0)
+
+    _local_task.sandbox_execute = sandbox_execute
+
+
+if is_dry_run():
+    _plan_alone()
 
 
 # Images of tasks. `python -m workflows.register` sets the variables to references by digest before

@@ -110,6 +110,8 @@ class TrackingConfig(Section):
     logger: Loggers = ("console",)
     """Where the steps of the warm start and RL go besides MLflow, which has them all: console, file
     (or jsonl), tensorboard, wandb"""
+    price_per_hour: float = Field(0.0, ge=0)
+    """What all machines of RL cost in an hour, in any currency, for the estimate of a dry run"""
 
 
 class ScoredRolloutConfig(Section):

@@ -7,38 +7,27 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 
 from engine.batch import Batch, check_token_ids
 from engine.config import RowsConfig
 from engine.data import templates
-from engine.data.collate import collate_completions
+from engine.data.chat_template import Message, refusals, with_template_variables
+from engine.data.collate import SFTExample, collate_completions
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from engine.data.preference_rows import Kind
+    from engine.data.preference_rows import Kind, Said
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SFTExample:
-    """A prompt with the response to learn."""
-
-    prompt_ids: list[int]  # e.g. [2, 17, 9, 3]
-    response_ids: list[int]  # ends with the end token, e.g. [21, 30, 1]
-
-    @property
-    def responses(self) -> tuple[list[int]]:
-        return (self.response_ids,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +77,7 @@ class StepExample:
 PreferenceExample = PairExample | LabelledExample
 AnyExample = SFTExample | PreferenceExample | StepExample
 E = TypeVar("E", bound=AnyExample)
+TrainOn = Literal["all", "last"]
 
 
 class ReadOptions(TypedDict, total=False):
@@ -98,20 +88,70 @@ class ReadOptions(TypedDict, total=False):
     too_long: Literal["fail", "drop"]  # longer ones are an error (default), or left out
 
 
-def read_sft_pairs(
-    paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Unpack[ReadOptions]
+def read_sft_examples(
+    paths: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    train_on: TrainOn = "all",
+    **options: Unpack[ReadOptions],
 ) -> list[SFTExample]:
-    """Read and encode rows `{prompt, response}` of files, folders, s3://… or hf://….
+    """Read and encode rows `{prompt, response}` or `{messages}` of files, folders, s3://… or hf://….
 
-    `prompt` is text or chat messages, `response` text. Without them, `messages` is a conversation
-    whose last message is the response. Raises DataError, in a sentence, for bad rows.
+    `prompt` is text or chat messages, `response` text or the assistant's message. Of `messages`, a
+    conversation, all turns of the assistant are learned, or the last; `tools` are shown with both.
+    Raises DataError, in a sentence, for bad rows, and ModelError for a tokenizer without end token.
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> SFTExample:
-        prompt = templates.encode_row(tokenizer, row["prompt"], where)
-        return SFTExample(prompt, templates.encode_response(tokenizer, row["response"]))
+    templates.end_token_id(tokenizer)  # else every row would be refused for it
 
-    return _read(paths, tokenizer, "responses", encode, **options)
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> list[SFTExample]:
+        if "messages" not in row:
+            return [SFTExample(*_turn(tokenizer, row, row["response"], where))]
+        with refusals(tokenizer, where):
+            return conversation_examples(tokenizer, row["messages"], row.get("tools", ()), train_on)
+
+    return _read_each(paths, tokenizer, "responses", encode, **options)
+
+
+def conversation_examples(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, object]] = (),
+    train_on: TrainOn = "all",
+) -> list[SFTExample]:
+    """The examples of a conversation: each of its turns as the policy will see and sample it.
+
+    Turns are one example as long as the prompt of the next one begins with the tokens of those
+    before it; where a template writes earlier turns otherwise (it leaves their thoughts out),
+    another example begins. A turn with `weight` 0 is not learned. Raises DataError where none is.
+    """
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
+    if train_on == "last":
+        turns = [i for i in turns if i == len(messages) - 1]
+    examples: list[SFTExample] = []
+    for i in turns:
+        turn = templates.encode_turn(tokenizer, messages[:i], messages[i], tools)
+        example = SFTExample(*turn)
+        if examples and (joined := _joined(examples[-1], example)) is not None:
+            examples[-1] = joined
+        else:
+            examples.append(example)
+    if not any(any(example.learned or ()) for example in examples):
+        raise DataError(
+            "nothing of it is learned, by the weights of its messages, train_on or the marks "
+            "{% generation %} of the chat template; remove it"
+        )
+    return examples
+
+
+def _joined(first: SFTExample, second: SFTExample) -> SFTExample | None:
+    """One example of two turns; None where the second's prompt doesn't begin with the first."""
+    so_far = first.prompt_ids + first.response_ids
+    if second.prompt_ids[: len(so_far)] != so_far:
+        return None
+    between = second.prompt_ids[len(so_far) :]
+    learned = [*(first.learned or ()), *([False] * len(between)), *(second.learned or ())]
+    response = first.response_ids + between + second.response_ids
+    return SFTExample(first.prompt_ids, response, learned)
 
 
 def read_preferences(
@@ -125,14 +165,14 @@ def read_preferences(
     >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
     """
 
+    templates.end_token_id(tokenizer)
+
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PreferenceExample:
-        prompt = templates.encode_row(tokenizer, row["prompt"], where)
         if "label" in row:
-            completion = templates.encode_response(tokenizer, row["completion"])
+            prompt, completion, _ = _turn(tokenizer, row, row["completion"], where)
             return LabelledExample(prompt, completion, row["label"])
-        chosen, rejected = (
-            templates.encode_response(tokenizer, row[s]) for s in ("chosen", "rejected")
-        )
+        prompt, chosen, _ = _turn(tokenizer, row, row["chosen"], where)
+        _, rejected, _ = _turn(tokenizer, row, row["rejected"], where)
         _check_differ(chosen, rejected, where)
         return PairExample(prompt, chosen, rejected, row["margin"])
 
@@ -196,6 +236,17 @@ def _read(
     tokenizer: PreTrainedTokenizerBase,
     kind: Kind,
     encode: Callable[[PreTrainedTokenizerBase, Row, str], E],
+    **options: Unpack[ReadOptions],
+) -> list[E]:
+    """As `_read_each`, for rows of one example each."""
+    return _read_each(path, tokenizer, kind, lambda *row: [encode(*row)], **options)
+
+
+def _read_each(
+    path: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind,
+    encode: Callable[[PreTrainedTokenizerBase, Row, str], list[E]],
     *,
     config: RowsConfig | None = None,
     max_length: int = 0,
@@ -205,21 +256,23 @@ def _read(
     from engine.data.preference_rows import read_preference_rows  # pandas; rows in memory need none
 
     config = config or RowsConfig()
-    tokenizer = templates.with_template_variables(tokenizer, config.apply_chat_template_kwargs)
+    tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
     examples: list[E] = []
     for file in read_preference_rows([path] if isinstance(path, str) else path, config, kind):
         for note in file.notes:
             _log.warning("%s", note)
-        encoded = [
-            encode(tokenizer, row, f"{file.address}, row {number}")
+        numbered = [
+            (number, example)
             for row, number in zip(file.rows, file.numbers, strict=True)
+            for example in encode(tokenizer, row, f"{file.address}, row {number}")
         ]
+        encoded = [example for _, example in numbered]
         lengths = [_length(example) for example in encoded]
         long = [i for i, length in enumerate(lengths) if max_length and length > max_length]
         if long and too_long != "drop":
             raise DataError(
                 f"{file.address}: {len(long)} of {len(encoded)} examples are longer than "
-                f"{max_length} tokens, first row {file.numbers[long[0]]} with {lengths[long[0]]}; "
+                f"{max_length} tokens, first row {numbered[long[0]][0]} with {lengths[long[0]]}; "
                 "shorten them, or leave them out with data.too_long=drop"
             )
         left_out = set(long)
@@ -235,13 +288,21 @@ def _length(example: AnyExample) -> int:
 def check_examples(examples: Sequence[AnyExample], vocabulary: int, name: str) -> None:
     """Raise, for examples of a caller's own, what rows of files are refused for; `name`: theirs.
 
-    ModelError for a token that the model doesn't have, DataError for a pair of equal responses.
+    ModelError for a token that the model doesn't have, DataError for a pair of equal responses and
+    for `learned` of another length than its response.
     """
     for i, example in enumerate(examples):
         for ids in (example.prompt_ids, *example.responses):
             check_token_ids(f"{name} {i}", ids, vocabulary)
         if isinstance(example, PairExample):
             _check_differ(*example.responses, f"{name} {i}")
+        if isinstance(example, SFTExample) and example.learned is not None:
+            values, tokens = len(example.learned), len(example.response_ids)
+            if values != tokens:
+                raise DataError(
+                    f"{name} {i} has {values} values of 'learned' for {tokens} tokens of its "
+                    "response; give one for each token, or None"
+                )
 
 
 def _check_differ(chosen: list[int], rejected: list[int], where: str) -> None:
@@ -252,12 +313,26 @@ def _check_differ(chosen: list[int], rejected: list[int], where: str) -> None:
         )
 
 
+def _turn(
+    tokenizer: PreTrainedTokenizerBase, row: Row, response: Said, where: str
+) -> templates.EncodedTurn:
+    with refusals(tokenizer, where):
+        tools = row.get("tools", ())
+        return templates.encode_turn(tokenizer, row["prompt"], _message(response), tools)
+
+
+def _message(response: Said) -> dict[str, Any]:
+    if isinstance(response, str):
+        return {"role": "assistant", "content": response}
+    return response
+
+
 def _conversation(
-    tokenizer: PreTrainedTokenizerBase, row: Row, response: str, where: str
+    tokenizer: PreTrainedTokenizerBase, row: Row, response: Said, where: str
 ) -> list[int]:
-    with templates.refusals(tokenizer, where):
-        turns = [*row["prompt"], {"role": "assistant", "content": response}]
-        return templates.encode_conversation(tokenizer, turns)
+    with refusals(tokenizer, where):
+        turns = [*row["prompt"], _message(response)]
+        return templates.encode_conversation(tokenizer, turns, row.get("tools", ()))
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

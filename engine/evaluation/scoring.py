@@ -9,16 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from engine.agents.episode import EpisodeSummary
 from engine.config import EvaluateConfig
 from engine.data.collate import collate_prompts
-from engine.data.rows import prompt_text
-from engine.data.templates import decode_response, encode_prompts
+from engine.data.rows import answered_messages, prompt_text
+from engine.data.templates import encode_prompts, turn_text
 from engine.errors import ConfigError, DataError
 from engine.evaluation.decode import Answer, decode_passes
 from engine.evaluation.results import Judged, ModelName, build_rows
@@ -52,15 +53,16 @@ def judge(
         part = slice(start, start + AT_ONCE)
         some = {name: values[part] for name, values in columns.items()}
         texts = [text for text, *_ in completions[part]]
-        scores = scorer.score(prompts[part], texts, some, on_error)  # type: ignore[arg-type]
+        scores = scorer.score(prompts[part], texts, some, on_error, first_row=start)  # type: ignore[arg-type]
         sources = some.get("data_source", [""] * len(texts))
-        answers, readable = scorer.answers(texts, sources)
+        answers, readable = scorer.answers(texts, sources, some)
         right, totals = scorer.correct(scores, sources), scorer.totals(scores)
         names = scores.components or ()
-        if "format" in names:  # else the rewards' rules say what keeps the format
-            well_formed = [row[names.index("format")] >= 1 for row in scores.rows]
-        else:
-            well_formed = scorer.well_formed(texts, sources) or [True] * len(texts)
+        well_formed = scorer.well_formed(texts, sources) or [True] * len(texts)
+        if "format" in names:  # where it applies; else the rewards' rules say what keeps the format
+            forms = [row[names.index("format")] for row in scores.rows]
+            pairs = zip(forms, well_formed, strict=True)
+            well_formed = [ok if isnan(form) else form >= 1 for form, ok in pairs]
         judged += [
             Judged(
                 text=text,
@@ -196,9 +198,10 @@ def scorer_inputs(
     """The texts of RL rows' last messages, and the columns that rewards get, as in RL."""
     table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
     columns = collate_prompts(table, prompt_ids).columns
-    scored = {"messages": list(columns["prompt"])}
+    prompts = [answered_messages(prompt) for prompt in columns["prompt"]]
+    scored: dict[str, list[object]] = {"messages": list(prompts)}
     scored |= {key: list(values) for key, values in columns.items() if key != "prompt"}
-    return [prompt[-1]["content"] for prompt in frame["prompt"]], scored
+    return [prompt[-1]["content"] for prompt in prompts], scored
 
 
 def judge_answers(
@@ -209,14 +212,18 @@ def judge_answers(
     columns: Mapping[str, Sequence[object]],
     n: int,
 ) -> list[Judged]:
-    """Judge n completions, or episodes, of each of P prompts, in order; see `judge`."""
+    """Judge n completions, or episodes, of each of P prompts, in order; see `judge`.
+
+    `columns` are those of `scorer_inputs`. A completion is judged with what its prompt has opened.
+    """
     prompts = [prompt for prompt in prompts for _ in range(n)]
     repeated = {name: [v for v in values for _ in range(n)] for name, values in columns.items()}
     episodes = [answer.episode for answer in answers if answer.episode]
     if episodes:
         return judge_episodes(scorer, episodes, prompts, repeated)
+    prompt_ids: Sequence[Any] = repeated["prompt_ids"]
     completions = [
-        (decode_response(tokenizer, answer.token_ids), len(answer.token_ids), answer.truncated)
-        for answer in answers
+        (turn_text(tokenizer, ids, answer.token_ids), len(answer.token_ids), answer.truncated)
+        for ids, answer in zip(prompt_ids, answers, strict=True)
     ]
     return judge(scorer, completions, prompts, repeated)

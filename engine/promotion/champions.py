@@ -337,12 +337,14 @@ class Champions:
         verify: bool = True,
         force: bool = False,
         approved_by: str = "",
+        dry_run: bool = False,
     ) -> AliasMove:
         """Put the alias back on the previous champion, or on version `to`, which was one.
 
         expected: the version to replace; empty: whichever the alias points to. verify: re-hash
         MLflow's copy of what is restored. force: `to` need not have been champion. approved_by: for
-        a model whose champions need approval and a version that has none. A request that was done
+        a model whose champions need approval and a version that has none. dry_run: check all, and
+        return the move that would be made. A request that was done
         changes nothing, nor does one whose `to` is the champion already. Raises TrackingError for a
         version that none of this allows, and when there is no previous one.
         """
@@ -394,7 +396,8 @@ class Champions:
             action: Action = "rollback" if target in former else "forced"
             number, current, why, now = _number(moves), last.version, reason.strip(), _utc()
             who = (by, request, approver)
-            return self._apply(lock, AliasMove(number, action, target, current, why, now, *who))
+            move = AliasMove(number, action, target, current, why, now, *who)
+            return move if dry_run else self._apply(lock, move)
 
     def record_approval_rule(self, rule: str) -> None:
         """Record on the model whether its champions need approval, which `rollback` obeys."""

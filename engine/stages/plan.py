@@ -91,6 +91,9 @@ def plan(
     more = "".join(f", {name} {text}" for name, text in facts.items())
     say(f"run {run.run_id}: config {digest(config)[:12]}, data {data_digest[:12]}{more}")
     show_run(run, config, data_digest, machines, **facts)
+    if host().dry_run and workflow in BY_RL:
+        for line in profiles.rl_estimate(config, machines):
+            say(line)
     data, seed, skip, start = config.data, config.seed, config.sft.skip, config.model
     dtype = start.dtype if skip else ""  # a warm start resolves it
     weights: dict[str, Any] = {"dtype": dtype, "seed": seed}
@@ -274,7 +277,13 @@ def check_inputs(config: PipelineConfig) -> tuple[str, int]:
 
 
 def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> settings.RunContext:
-    """Start the parent run in MLflow."""
+    """Start the parent run in MLflow; a dry run has none."""
+    tracking = config.tracking
+    if host().dry_run:
+        nothing = {"mlflow_run": "", "mlflow_url": "", "started_at": time.time()}
+        return settings.RunContext(
+            run_id="dry-run", experiment=tracking.experiment, logger=tracking.logger, **nothing
+        )
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     execution = host().execution or run_id
     tracker = Tracker(experiment=config.tracking.experiment)

@@ -27,8 +27,8 @@ from engine.controller.groups import Roles
 from engine.controller.launch import launch
 from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
-from engine.data.collate import collate_completions
-from engine.data.training_examples import AnyExample, SFTExample, check_examples
+from engine.data.collate import SFTExample, collate_completions, pad
+from engine.data.training_examples import AnyExample, check_examples
 from engine.errors import CheckpointError, ConfigError, DataError
 from engine.models import resolve_dtype, text_config
 from engine.parallel.layout import Layout
@@ -416,10 +416,15 @@ def collate_examples(examples: Sequence[SFTExample], pad_token_id: int) -> Batch
     prompts = Batch(
         {"group_ids": torch.arange(len(examples))}, {"prompt_ids": [e.prompt_ids for e in examples]}
     )
-    return collate_completions(
+    batch = collate_completions(
         prompts,
         range(len(examples)),
         [e.response_ids for e in examples],
         [[0.0] * len(e.response_ids) for e in examples],
         pad_token_id=pad_token_id,
     ).select(["input_ids", "attention_mask", "responses", "response_mask"])
+    learned = [
+        [1.0] * len(e.response_ids) if e.learned is None else list(map(float, e.learned))
+        for e in examples
+    ]
+    return batch | {"response_mask": pad(learned, 0.0, side="right")}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from engine.algorithms.masked import Groups
@@ -107,14 +109,24 @@ def _reward_metrics(batch: Batch, prefix: str) -> dict[str, float]:
         names = batch.columns["reward_component_names"][0]
         means = dict(zip(names, batch["reward_components"].unbind(1), strict=True))
     metrics = {f"{prefix}/correct": float(right[last_rows].mean())}
-    metrics |= {f"{prefix}/{name}": float(column[scored].mean()) for name, column in means.items()}
+    metrics |= _means(means, scored, prefix)
     means = {"mean": _completion_scores(batch)} | means
     sources = [str(source) for source in batch.columns.get("data_source", ())]
     names = sorted(set(sources))
     for source in names if len(names) > 1 else ():
         rows = last_rows & torch.tensor([other == source for other in sources])
         metrics[f"{prefix}/{source}/correct"] = float(right[rows].mean())
-        if (rows & scored).any():
-            for name, column in means.items():
-                metrics[f"{prefix}/{source}/{name}"] = float(column[rows & scored].mean())
+        metrics |= _means(means, rows & scored, f"{prefix}/{source}")
     return metrics
+
+
+def _means(
+    columns: Mapping[str, torch.Tensor], rows: torch.Tensor, prefix: str
+) -> dict[str, float]:
+    """The mean of each column over the rows to which it applies; nothing where there are none."""
+    used = {name: rows & ~column.isnan() for name, column in columns.items()}
+    return {
+        f"{prefix}/{name}": float(column[used[name]].mean())
+        for name, column in columns.items()
+        if used[name].any()
+    }

@@ -36,7 +36,7 @@ from engine.config import (
 from engine.data import training_examples
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import EngineError, ModelError
+from engine.errors import DataError, EngineError, ModelError
 from engine.evaluation.scoring import evaluate_model
 from engine.models import check_vocabulary, vocabulary_and_context
 from engine.preferences import rank_rollouts
@@ -105,7 +105,11 @@ def no_weights(place: Place) -> None:
 
 
 def no_end_token(place: Place) -> None:
-    edit_tokenizer(place, lambda tokenizer: setattr(tokenizer, "eos_token", None))
+    def remove(tokenizer: Any) -> None:
+        tokenizer.chat_template = tokenizer.chat_template.replace(tokenizer.eos_token, "")
+        tokenizer.eos_token = None
+
+    edit_tokenizer(place, remove)
 
 
 def short_context(place: Place) -> None:
@@ -326,6 +330,13 @@ def test_pairs_of_equal_responses_are_refused(name: str) -> None:
     kind, config, example = OFFLINE[name]
     with pytest.raises(EngineError, match=r"^training example 0: 'chosen' and 'rejected' are the"):
         kind(tiny_model("qwen2"), 0, config, seed=0).fit([example([5, 7])])
+
+
+def test_an_example_whose_learned_values_are_too_few_is_refused() -> None:
+    """As a conversation of two turns has, of which a caller marks the last alone."""
+    rows = [training_examples.SFTExample(GOOD, [5, 6, 7, 8], [True, True])]
+    with pytest.raises(DataError, match=r"^training example 0 has 2 values of 'learned' for 4 tok"):
+        SFTTrainer(tiny_model("qwen2"), 0, SFTConfig(threads=1), seed=0).fit(rows)
 
 
 def test_a_special_token_that_nothing_writes_may_lie_beyond_the_embedding(place: Place) -> None:

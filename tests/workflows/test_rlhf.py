@@ -292,6 +292,16 @@ def test_an_unchanged_run_recomputes_nothing(finished: Finished) -> None:
     }
 
 
+def test_a_dry_run_says_what_is_cached_and_does_nothing(finished: Finished) -> None:
+    command = ("run", str(WORKFLOW), "rlhf", "--config", finished.config)
+    before = sorted(finished.place.artifacts.rglob("*"))
+    planned = finished.place.pyflyte(*command, variables={"HYBRIDFLYTE_DRY_RUN": "1"})
+    assert planned.code == 0, planned.text
+    assert "run dry-run: config" in planned.out
+    assert "cached    preprocess, sft, rl, evaluate\nto do     promote and what" in planned.out
+    assert sorted(finished.place.artifacts.rglob("*")) == before
+
+
 @pytest.fixture(scope="module")
 def ran(new_place: Callable[[], Place]) -> Place:
     """A place where the tiny job ran once in this process."""
