@@ -46,6 +46,14 @@ def overlong_penalty(
     return (-exceeded / overlong_buffer_len * penalty_factor).clamp(max=0.0)
 
 
+def without_truncated(response_mask: Tensor, truncated: Tensor) -> Tensor:
+    """Return the mask `[B, T]` without the rows that a length limit cut (`truncated [B]`, bool).
+
+    Source: DAPO's overlong filtering, arXiv 2503.14476, 3.4.
+    """
+    return mask_out(~truncated.bool()[:, None], response_mask)
+
+
 def kl_in_reward(
     token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: float
 ) -> Tensor:

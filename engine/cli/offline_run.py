@@ -13,17 +13,23 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.cli import run_folder
 from engine.cli.rl_run import open_log
-from engine.cli.settings import OfflineRunConfig, PreferenceRunConfig, RewardModelRunConfig
+from engine.cli.settings import (
+    OfflineRunConfig,
+    PreferenceRunConfig,
+    RewardModelRunConfig,
+    SFTRunConfig,
+)
 from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data import training_examples
+from engine.data.collate import SFTExample
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.models import resolve_dtype, resolve_lora, text_config, vocabulary_and_context
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel
 from engine.trainers import auto_placement, preference_learning
-from engine.trainers.offline import SFTExample, SFTTrainer, is_on_ray, total_steps
+from engine.trainers.offline import SFTTrainer, is_on_ray, total_steps
 from engine.workers.algorithm_options import check_preference_training
 
 AnyExample = training_examples.PreferenceExample | training_examples.StepExample | SFTExample
@@ -50,6 +56,9 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     train, validation = _read(config, tokenizer)
     name, steps = training.section, total_steps(training, len(train))
     method, trainer_class = _METHODS[_kind(config)]
+    if isinstance(config, SFTRunConfig):
+        turns = "all turns" if config.sft.train_on == "all" else "the last turn"
+        method = f"{method} on {turns} of the assistant (sft.train_on={config.sft.train_on})"
     say(
         f"{name}: {method or getattr(training, 'loss', '')} from {model.path}, {len(train)} "
         f"examples, {len(validation)} held out, {steps} steps of {training.train_batch_size}"
@@ -156,16 +165,14 @@ def _read(
     elif isinstance(config, RewardModelRunConfig) and kind == "token":
         read = training_examples.read_steps
         options["separator"] = config.reward_model.step_separator
-    elif kind == "sft":
-        read = training_examples.read_sft_pairs
+    elif isinstance(config, SFTRunConfig):
+        read, options["train_on"] = training_examples.read_sft_examples, config.sft.train_on
     elif kind == "likelihood":
         read = training_examples.read_preferences
     train, validation = (
         read(files, tokenizer, **options) if files else []
         for files in (data.train_files, data.val_files)
     )
-    if kind == "sft":
-        train, validation = ([SFTExample(*pair) for pair in pairs] for pairs in (train, validation))
     return (train, validation) if data.val_files else held_out(train, data.val_size, config.seed)
 
 

@@ -17,9 +17,10 @@ from engine.cli.settings import RunConfig
 from engine.config import ActorConfig, CriticConfig, PoolConfig, RLConfig
 from engine.console import human_time, say
 from engine.controller.launch import require_shared
+from engine.data.chat_template import with_template_variables
+from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
 from engine.data.row_files import data_files, read_file_rows
-from engine.data.templates import rows_spelling_control_tokens, with_template_variables
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError, PlacementError
 from engine.models import resolve_lora, text_config, vocabulary_and_context

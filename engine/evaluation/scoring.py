@@ -11,15 +11,15 @@ from contextlib import closing
 from dataclasses import replace
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from engine.agents.episode import EpisodeSummary
 from engine.config import EvaluateConfig
 from engine.data.collate import collate_prompts
-from engine.data.rows import prompt_text
-from engine.data.templates import decode_response, encode_prompts
+from engine.data.rows import answered_messages, prompt_text
+from engine.data.templates import encode_prompts, turn_text
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.evaluation.decode import Answer, decode_passes
@@ -198,9 +198,10 @@ def scorer_inputs(
     """The texts of RL rows' last messages, and the columns that rewards get, as in RL."""
     table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
     columns = collate_prompts(table, prompt_ids).columns
-    scored = {"messages": list(columns["prompt"])}
+    prompts = [answered_messages(prompt) for prompt in columns["prompt"]]
+    scored: dict[str, list[object]] = {"messages": list(prompts)}
     scored |= {key: list(values) for key, values in columns.items() if key != "prompt"}
-    return [prompt[-1]["content"] for prompt in frame["prompt"]], scored
+    return [prompt[-1]["content"] for prompt in prompts], scored
 
 
 def judge_answers(
@@ -211,14 +212,18 @@ def judge_answers(
     columns: Mapping[str, Sequence[object]],
     n: int,
 ) -> list[Judged]:
-    """Judge n completions, or episodes, of each of P prompts, in order; see `judge`."""
+    """Judge n completions, or episodes, of each of P prompts, in order; see `judge`.
+
+    `columns` are those of `scorer_inputs`. A completion is judged with what its prompt has opened.
+    """
     prompts = [prompt for prompt in prompts for _ in range(n)]
     repeated = {name: [v for v in values for _ in range(n)] for name, values in columns.items()}
     episodes = [answer.episode for answer in answers if answer.episode]
     if episodes:
         return judge_episodes(scorer, episodes, prompts, repeated)
+    prompt_ids: Sequence[Any] = repeated["prompt_ids"]
     completions = [
-        (decode_response(tokenizer, answer.token_ids), len(answer.token_ids), answer.truncated)
-        for answer in answers
+        (turn_text(tokenizer, ids, answer.token_ids), len(answer.token_ids), answer.truncated)
+        for ids, answer in zip(prompt_ids, answers, strict=True)
     ]
     return judge(scorer, completions, prompts, repeated)

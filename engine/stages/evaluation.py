@@ -14,9 +14,9 @@ import pandas as pd
 from engine.config import ContaminationConfig, EvaluateConfig
 from engine.console import Progress, display_path, human_time, points, say, table
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
+from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.rows import prompt_text
 from engine.data.sources import evaluation_files
-from engine.data.templates import rows_spelling_control_tokens
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import EngineError, LineageError, StorageError
 from engine.evaluation import lm_eval, summary

@@ -8,7 +8,8 @@ from torch import Tensor
 from engine.algorithms.shaping import last_turn, on_last_token, weigh_components
 from engine.batch import Batch, Column
 from engine.config import RewardConfig
-from engine.data.templates import decode_response
+from engine.data.rows import answered_messages
+from engine.data.templates import turn_text
 from engine.data.tokenizer import load_tokenizer
 from engine.rewards import Scorer, Scores
 from engine.rewards.answers import ENVIRONMENT
@@ -72,10 +73,9 @@ class RewardWorker(Worker):
     def _score(self, batch: Batch, whole: bool) -> Batch:
         texts = self._completions(batch)
         others = {name: list(values) for name, values in batch.columns.items() if name != "prompt"}
+        messages = [answered_messages(prompt) for prompt in batch.columns["prompt"]]
         scores = self.scorer.score(
-            [message[-1]["content"] for message in batch.columns["prompt"]],
-            texts,
-            {"messages": list(batch.columns["prompt"]), **others},
+            [prompt[-1]["content"] for prompt in messages], texts, {"messages": messages, **others}
         )
         if whole:
             scores.raise_if_none()
@@ -98,9 +98,16 @@ class RewardWorker(Worker):
         return Batch(self._tensors(scores, batch), columns)
 
     def _completions(self, batch: Batch) -> list[str]:
-        """The text of each completion; of an episode, of its last turn."""
-        rows = zip(batch["responses"], last_turn(batch["response_mask"]), strict=True)
-        return [decode_response(self.tokenizer, ids[turn].tolist()) for ids, turn in rows]
+        """The text of each completion, or last turn, with what its prompt has opened of it."""
+        texts, start = [], batch["input_ids"].shape[1] - batch["responses"].shape[1]
+        turns = last_turn(batch["response_mask"])
+        for ids, present, turn in zip(
+            batch["input_ids"], batch["attention_mask"].bool(), turns, strict=True
+        ):
+            begin = start + int(turn.long().argmax())
+            before = ids[:begin][present[:begin]].tolist()
+            texts.append(turn_text(self.tokenizer, before, ids[start:][turn].tolist()))
+        return texts
 
     def _tensors(self, scores: Scores, batch: Batch) -> dict[str, Tensor]:
         names, mask = scores.components, batch["response_mask"]

@@ -77,6 +77,21 @@ def refused(url: str, values: Any, path: str = "/v1/completions") -> tuple[int, 
     return answer.status_code, error["message"]
 
 
+def test_the_assistants_message_is_continued_only_where_that_is_asked_for(url: str) -> None:
+    chat = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "7"}]
+    values: dict[str, Any] = {"messages": chat, "max_tokens": 1, "temperature": 0}
+    for changes in ({}, {"messages": chat[:1], "continue_final_message": True}):
+        status, why = refused(url, values | changes, "/v1/chat/completions")
+        assert status == 400
+        assert "set continue_final_message=true for that" in why
+    asked = values | {"continue_final_message": True}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120).json()
+    plain = httpx.post(
+        f"{url}/v1/chat/completions", json=values | {"messages": chat[:1]}, timeout=120
+    ).json()
+    assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 1
+
+
 def test_health_names_version_and_digest(url: str) -> None:
     said = httpx.get(f"{url}/health").json()
     assert said == {"status": "ok", "engine": "native", "model": asdict(IDENTITY)}

@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from chat_templates import family_tokenizer
 from probe_worker import Probe
 from tiny_engine import arithmetic_rows, save_family, training_batch
 
@@ -246,6 +247,17 @@ def always_broken(prompts: Any, completions: Sequence[str], **columns: Any) -> l
     raise ZeroDivisionError("the judge is out")
 
 
+def whole(
+    prompts: Sequence[str], completions: Sequence[str], *, messages: Any = (), **columns: Any
+) -> list[float]:
+    """1 for a turn that begins with its thought, and answers the user's message."""
+    rows = zip(prompts, completions, messages, strict=True)
+    return [
+        float(text.startswith("<think>") and [m["content"] for m in chat] == [prompt])
+        for prompt, text, chat in rows
+    ]
+
+
 def by_mood(prompts: Any, completions: Sequence[str], **columns: Any) -> Any:
     """Names its component after the first row's column `mood`."""
     return {columns["mood"][0]: [1.0] * len(completions)}
@@ -284,6 +296,25 @@ def test_reward_lands_on_the_last_token(tiny_folder: Path) -> None:
     assert list(out.columns["reward_error_cause"]) == ["", "", ""]
     assert "reward_components" not in out
     assert "reward_component_names" not in out
+
+
+def test_a_turn_is_judged_with_what_its_prompt_has_opened(tmp_path: Path) -> None:
+    """The template's own `<think>`, and what the row's prompt begins of the answer."""
+    tokenizer = family_tokenizer("r1-distill")
+    tokenizer.save_pretrained(tmp_path)
+    rows, said = arithmetic_rows(2), "add</think> <answer>5</answer>"
+    begun = {"role": "assistant", "content": "<think>First, "}
+    rows[1]["prompt"] = [*rows[1]["prompt"], begun]
+    source = collate_prompts(rows, [encode_prompt(tokenizer, row["prompt"]) for row in rows])
+    ids = [encode_response(tokenizer, said, continues=True)] * 2
+    batch = collate_completions(
+        source, range(2), ids, [[0.0] * len(i) for i in ids], pad_token_id=3
+    )
+    role = worker(tmp_path, "think_format", components={"whole": {"name": f"{__name__}:whole"}})
+    out = role.score(batch)
+    assert list(out.columns["completion"]) == [f"<think>\n{said}", f"<think>\nFirst, {said}"]
+    assert totals(out) == [2.0, 2.0]
+    assert list(out.columns["has_format"]) == [True, True]
 
 
 @pytest.mark.usefixtures("one_thread")
