@@ -348,7 +348,7 @@ _DENIAL = re.compile(
     r"\brul(?:e|ed|es|ing) out)\s+(?:be\s+)?(?:options?\s+|choices?\s+|answers?\s+)?[(\[]?\Z"
 )
 _MORE = re.compile(
-    r"(?i)(?:\A[\s.,/&|;+-]*|\b(?:or|and|nor|also|maybe|perhaps|wait|actually|instead|possibly|no)"
+    r"(?i)(?:\A[\s.,/&|;+=≠≈→-]*|\b(?:or|and|nor|also|maybe|perhaps|wait|actually|instead|possibly|no)"
     r"\b[\s,:.]*(?:(?:it'?s|it is|the|an?|answer|is|could be|option|choice|maybe|also)\s+)*)\Z"
 )
 

@@ -175,6 +175,7 @@ _RELATION = re.compile(
 )
 _LEFT_OVER = re.compile(
     r"\\\\|(?<=\d)_|\\[pb]?mod\b|\\[lc]?dots\b|\.\.|(?<=\d)(?<!_\d)\s+(?!\d{3}(?!\d))(?=\d)|[?;]|\\q?quad\b"
+    r"|[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]"
 )
 _NAMED = re.compile(
     r"((?=.*[A-Za-z])(?:[^=<>≤≥≠≈\d,]|_\{\d+\}|_\d+|,(?=[^()]*\)))+?)(?:=|\\in\b|∈)(.+)", re.DOTALL
@@ -337,7 +338,11 @@ def _right_texts(truth: object, form: Callable[[str], str]) -> set[str]:
 # Form and length.
 
 
-@register_row_reward("regular_expression", pooled=True)
+@register_row_reward(
+    "regular_expression",
+    pooled=True,
+    form_only=lambda options: "(?P<answer>" not in str(options.get("pattern")),
+)
 def regular_expression(completion: str, truth: object, *, pattern: str = "") -> bool:
     """Whether `pattern` is found; raise RewardError for a pattern that is none.
 
@@ -385,7 +390,7 @@ def has_tags(text: str, tags: Sequence[str] = _TAGS) -> bool:
     return not rest
 
 
-@register_row_reward("think_format", well_formed=has_tags)
+@register_row_reward("think_format", well_formed=has_tags, form_only=lambda options: True)
 def think_format(completion: str, truth: object, *, tags: tuple[str, ...] = _TAGS) -> bool:
     """Whether a completion keeps its form, right or wrong (DeepSeek-R1's format)."""
     return has_tags(completion, tags)
@@ -404,7 +409,13 @@ def json_text(text: str) -> str:
     return block.removeprefix("json").strip()
 
 
-@register_row_reward("json_schema", pooled=True, imports=("jsonschema",), answer=json_text)
+@register_row_reward(
+    "json_schema",
+    pooled=True,
+    imports=("jsonschema",),
+    answer=json_text,
+    form_only=lambda options: True,
+)
 def json_schema(completion: str, truth: object, *, schema: dict[str, object] | None = None) -> bool:
     """Whether a completion is JSON that keeps a JSON schema.
 

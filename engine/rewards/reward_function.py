@@ -209,6 +209,8 @@ class RegisteredReward:
     row_options: tuple[str, ...] = ()  # options, of `answer` too, that a column of that name sets
     right_from: str | Callable[..., float] | None = None
     """The least score of a right completion (1 if None): the option that has it, or a function."""
+    form_only: Callable[[Mapping[str, object]], bool] = lambda options: False
+    """Whether the score with these options says nothing about the answer, as of tags."""
 
 
 _registry: Registry[RegisteredReward] = Registry(

@@ -24,6 +24,7 @@ from engine.errors import ConfigError, RewardError
 from engine.redaction import redact_values
 from engine.registry import keyword_defaults
 from engine.rewards import calls
+from engine.rewards.probes import lenient_reading
 from engine.rewards.reward_function import (
     NOT_APPLICABLE,
     RewardFailure,
@@ -300,18 +301,17 @@ class Scorer:
 
     def leniently_right(
         self, completions: Sequence[str], sources: Sequence[object], truths: Sequence[object]
-    ) -> list[bool] | None:
-        """Which completions a lenient reading would call right; None where the rewards have none.
+    ) -> list[bool | None]:
+        """Which completions a lenient reading calls right: the reward's, or one by the truth.
 
         It takes a part for the answer, which no score does: what it alone accepts may be a policy's
-        way around the strict one. Nothing is right by a ground truth that is bad.
+        way around the strict one. None where a truth is no answer, or a bad one.
         """
-        if not any(judge.lenient for judge in self._judges.values()):
-            return None
-        right = [False] * len(completions)
+        right: list[bool | None] = [None] * len(completions)
         for i, judge in enumerate(self._judges_of(sources)):
+            read = judge.lenient or lenient_reading(truths[i])
             with suppress(RewardError):
-                right[i] = judge.lenient is not None and judge.lenient(completions[i], truths[i])
+                right[i] = None if read is None else read(completions[i], truths[i])
         return right
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from engine.errors import ConfigError, EngineError, RolloutError
 from engine.openai_api.http_server import listen
 from engine.serve import Identity, resolve
 from engine.serve.api_server import ApiServer, ServerLimits
+from engine.storage.signatures import KEYS_VARIABLE, trusted_keys
 
 T = TypeVar("T")
 FAILED, TERMINATED, GIB = 1, 143, 2**30
@@ -81,7 +82,7 @@ def _say_plan(options: argparse.Namespace, scratch: Path, engine: str) -> None:
 
     listen(options.host, options.port).close()
     _limits(options)
-    folder, identity = resolve(options.model, scratch, options.name)
+    folder, identity = _resolve(options, scratch)
     config, weights = text_config(folder), folder.glob("*.safetensors")
     shape, bytes_each = ModelShape.of(config), 4 if saved_dtype(folder) == "float32" else 2
     context = options.max_model_len or config.max_position_embeddings
@@ -103,7 +104,7 @@ def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
     started = time.monotonic()
 
     def load() -> Identity:
-        folder, identity = resolve(options.model, scratch, options.name)
+        folder, identity = _resolve(options, scratch)
         server.start(identity)
         from engine.serve.native_backend import NativeBackend  # loads torch
 
@@ -127,7 +128,7 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{option} is the native server's; vLLM's own options go behind --")
     started, port = time.monotonic(), check_port(options.host, options.port)
-    folder, identity = _interruptible(lambda: resolve(options.model, scratch, options.name))
+    folder, identity = _interruptible(lambda: _resolve(options, scratch))
     if options.max_model_len is not None:
         options.vllm.insert(0, f"--max-model-len={options.max_model_len}")
     address, timeout = (options.host, port), options.start_timeout
@@ -137,6 +138,11 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
         while process.poll() is None:
             time.sleep(_SIGNALS_S)
     raise RolloutError(f"vLLM's server ended with status {process.returncode}: {log_end(scratch)}")
+
+
+def _resolve(options: argparse.Namespace, scratch: Path) -> tuple[Path, Identity]:
+    trusted = trusted_keys() if options.require_signatures else None
+    return resolve(options.model, scratch, options.name, trusted)
 
 
 def _interruptible(work: Callable[[], T]) -> T:
@@ -181,6 +187,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="check all, say what would be served, and exit")
     add("--name", default="", help="the model's id in the API (default: its registered name, or "
         "its folder's)")  # fmt: skip
+    add(
+        "--require-signatures",
+        action="store_true",
+        help=f"refuse a model that none of the keys in ${KEYS_VARIABLE} signed",
+    )
     add("--max-model-len", type=int, metavar="TOKENS", help="default: the model's context")
     add(
         "--start-timeout", type=float, default=900.0, metavar="SECONDS",

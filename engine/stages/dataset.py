@@ -239,6 +239,7 @@ def trigger_retraining(
     config = plan.pin_named_content(plan.with_overrides(config, seed=seed, new_data=path))
     config = apply_profile(config, machines)
     plan.check_settings(config)
+    plan.check_signatures(config)
     tracker = Tracker(experiment=config.tracking.experiment)
     model_name, alias = config.promote.model_name, config.promote.alias
     champion = tracker.champion(model_name, alias)
@@ -272,6 +273,8 @@ def trigger_retraining(
         reason,
         f"models:/{champion.name}/{champion.version}",
         IngestSettings(new_data=new_data, data=data, retrain=config.retrain, seed=seed),
+        plan.audit_profile(config, machines),
+        plan.reward_audit_settings(config),
         RLSettings(data=data, config=config.rl, lora=lora, seed=seed),
         EvaluationSettings(data=data, config=config.evaluate, seed=seed),
         plan.promotion_settings(config),

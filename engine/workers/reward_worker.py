@@ -23,6 +23,7 @@ _WRITES = (
     "completion",
     "has_format",
     "reward_correct",
+    "lenient_correct",
     "reward_error_cause",
     "reward_component_names",
 )
@@ -55,10 +56,10 @@ class RewardWorker(Worker):
         where the reward failed (its scores are then 0); `reward_failed [B]` bool, true for rows
         that must not be learned from, which is all of them with on_error=drop.
 
-        Columns: `completion` (text), `reward_correct`, `has_format` (where the reward knows a
-        format), `reward_error_cause` ("" or raised, deadline, malformed, not_finite,
-        not_applicable, crashed) and, with components, `reward_component_names` (the K names in
-        order, in each row).
+        Columns: `completion` (text), `reward_correct`, `lenient_correct` (as
+        `Scorer.leniently_right`), `has_format` (where the reward knows a format),
+        `reward_error_cause` ("" or raised, deadline, malformed, not_finite, not_applicable,
+        crashed) and, with components, `reward_component_names` (the K names in order, in each row).
         """
         return self._score(batch, whole=True)
 
@@ -83,9 +84,11 @@ class RewardWorker(Worker):
             list(batch.columns.get("data_source", [""] * len(batch))),
             scores.failures,
         )
+        truths = list(batch.columns.get("ground_truth", [None] * len(batch)))
         columns: dict[str, Column] = {
             "completion": texts,
             "reward_correct": self.scorer.correct(scores, sources),
+            "lenient_correct": self.scorer.leniently_right(texts, sources, truths),
             "reward_error_cause": [
                 failures[row].cause if row in failures else "" for row in range(len(batch))
             ],

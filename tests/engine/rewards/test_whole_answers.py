@@ -250,6 +250,8 @@ def test_a_mark_is_an_option_too_and_another_one_is_refused() -> None:
 MATHS = [
     # chains and equations
     (r"\boxed{1=2=3=4}", "4", 0),
+    ("\\boxed{3\0 4}", "4", 0),
+    ("\\boxed{\\frac{3}{7}\u2028\\frac{2}{5}}", r"\frac{2}{5}", 0),
     (r"\boxed{4=5}", "5", 0),
     (r"\boxed{4=5}", "x=5", 0),
     (r"\boxed{1/2 = 0.4}", "0.4", 0),
@@ -397,6 +399,8 @@ CHOICES = [
     ("The answer is B, not A.", "B"),
     ("The answer is not B", None),
     ("The answer is B or C.", None),
+    (r"\boxed{B = C}", None),
+    ("Answer: B → C", None),
     ("The answer is B and C.", None),
     ("answer: b or c", None),
     ("Answer: B.\nAnswer: C", "C"),
@@ -495,9 +499,23 @@ def test_a_lenient_reading_accepts_what_no_score_does(
     scorer.close()
 
 
-def test_a_reward_without_a_lenient_reading_has_none() -> None:
+@pytest.mark.parametrize(
+    ("text", "truth", "right"),
+    [
+        ("so it is 18", "18", True),
+        ("#### 17", "18", False),
+        ("The answer is (B).", "B", True),
+        ("hence \\boxed{\\frac{1}{2}}", "\\frac{1}{2}", True),
+        ("He lived in New Lyon.", "New Lyon", True),
+        ("print(1)", '{"inputs": [], "outputs": []}', None),
+        ("nothing", None, None),
+    ],
+)
+def test_a_reward_without_a_lenient_reading_has_that_of_its_truth(
+    text: str, truth: object, right: bool | None
+) -> None:
     scorer = Scorer(RewardConfig(name="think_format"))
-    assert scorer.leniently_right(["a"], [""], ["a"]) is None
+    assert scorer.leniently_right([text], [""], [truth]) == [right]
 
 
 def test_an_answer_without_a_box_is_what_a_text_ends_with() -> None:

@@ -38,6 +38,7 @@ from engine.serve.api_server import ApiServer, ServerLimits
 from engine.serve.native_backend import NativeBackend
 from engine.storage.artifacts import read_manifest
 from engine.storage.digests import tree_digest
+from engine.storage.signatures import SIGNING_VARIABLE, new_key
 from engine.tracking import Tracker
 
 IDENTITY = Identity("tiny", "models:/tiny@champion", "3", "d" * 64, "e" * 64)
@@ -546,6 +547,22 @@ def test_a_folder_is_held_to_its_manifest(artifact: Path, tmp_path: Path) -> Non
     (artifact / "added.json").write_text("{}")
     with pytest.raises(LineageError, match=r"added\.json is in the folder but not in the manifest"):
         resolve(str(artifact), tmp_path)
+
+
+def test_what_no_key_that_counts_signed_is_not_served(
+    artifact: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = new_key(tmp_path / "key.pem")
+    for reference in (str(artifact), f"models:/{NAME}@champion"):
+        with pytest.raises(LineageError, match=r"is not served: .* is not signed"):
+            resolve(reference, tmp_path / "scratch", trusted={key})
+    with pytest.raises(LineageError, match=r"has no manifest\.json"):
+        resolve(str(model_folder), tmp_path, trusted={key})
+    monkeypatch.setenv(SIGNING_VARIABLE, str(tmp_path / "key.pem"))
+    signed = publish_model(model_folder)
+    assert resolve(str(signed), tmp_path, trusted={key})[0] == signed
+    with pytest.raises(LineageError, match="which does not count here"):
+        resolve(str(signed), tmp_path, trusted={"0" * 64})
 
 
 def test_a_folder_without_a_manifest_is_known_by_its_content(
