@@ -151,7 +151,8 @@ def read_preferences(
 ) -> list[PreferenceExample]:
     """Read and encode the pairs, or labelled completions, of files, folders, s3://… or hf://….
 
-    >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
+    Examples:
+        >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
     """
 
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PreferenceExample:
