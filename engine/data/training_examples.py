@@ -162,7 +162,8 @@ def read_preferences(
 ) -> list[PreferenceExample]:
     """Read and encode the pairs, or labelled completions, of files, folders, s3://… or hf://….
 
-    >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
+    Examples:
+        >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
     """
 
     templates.end_token_id(tokenizer)
