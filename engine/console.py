@@ -25,6 +25,7 @@ from engine.redaction import presentable
 
 P = ParamSpec("P")
 
+NOTEBOOK_COLUMNS = 96  # fit beside the cells of JupyterLab and VS Code
 PIPED_SECONDS = 5.0  # between the plain lines of progress in a log file
 NOISY = (
     *("absl", "alembic", "asyncio", "botocore", "datasets", "flytekit.core.data_persistence"),
@@ -107,8 +108,8 @@ def say(line: str, *, error: bool = False) -> None:
 class Progress:
     """Progress to a total, counted by `update`; a context manager.
 
-    A terminal gets a bar; a pipe gets a line at the start of the count, every few seconds, and at
-    the end, each with rate and time left.
+    A terminal or a Jupyter notebook gets a bar; a pipe gets a line every few seconds and at the
+    end, each with rate and time left.
     """
 
     def __init__(
@@ -119,10 +120,13 @@ class Progress:
         self._notes = ""
         self._started = self._printed = time.monotonic()
         self._bar: tqdm[Never] | None = None
-        if self._stream.isatty():
+        if self._stream.isatty() or in_notebook(self._stream):
+            # A notebook has no width; its file number leads to the terminal of its server.
+            width = NOTEBOOK_COLUMNS if in_notebook(self._stream) else None
             self._bar = tqdm(
-                total=total, desc=self.label, unit=unit, file=self._stream, dynamic_ncols=True
-            )
+                total=total, desc=self.label, unit=unit, file=self._stream, ncols=width,
+                dynamic_ncols=width is None,
+            )  # fmt: skip
 
     def update(self, step: int = 1, **notes: object) -> None:
         """Count `step` more; `notes` are shown behind, e.g. `loss=0.31`."""
@@ -165,6 +169,15 @@ class Progress:
         self.close()
 
 
+def in_notebook(stream: TextIO) -> bool:
+    """Return whether what is written to the stream is shown below a cell of a Jupyter notebook.
+
+    Such a stream is no terminal, but the page redraws a line after a carriage return.
+    """
+    iostream = sys.modules.get("ipykernel.iostream")
+    return iostream is not None and isinstance(stream, iostream.OutStream)
+
+
 def table(title: str, rows: Sequence[Mapping[str, object]], stream: TextIO | None = None) -> None:
     """Print rows as a table whose columns are the keys of the first one; nothing is cut off."""
     grid = Table(title=presentable(title), title_justify="left", title_style="bold")
@@ -179,7 +192,9 @@ def table(title: str, rows: Sequence[Mapping[str, object]], stream: TextIO | Non
     out = stream or sys.stdout
     # Without a terminal there is no width to keep to, and a path must stay on one line.
     width = None if out.isatty() else 200
-    Console(file=out, width=width, highlight=False, markup=False).print(grid)
+    # In a notebook rich shows what it prints below the cell, whatever its file is.
+    shown = None if in_notebook(out) else False
+    Console(file=out, width=width, highlight=False, markup=False, force_jupyter=shown).print(grid)
 
 
 def human_time(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Quiet libraries, progress on a terminal and in a pipe, tables, units."""
+"""Quiet libraries, progress on a terminal, in a pipe and in a notebook, tables, units."""
 
 from __future__ import annotations
 
@@ -126,6 +126,38 @@ def test_a_terminal_gets_a_bar() -> None:
     assert "rollout: 100%" in text
     assert "reward=0.25" in text
     assert "seq/s" in text
+
+
+def test_a_notebook_gets_one_line_that_is_redrawn_and_a_table() -> None:
+    """In a real kernel, whose streams are no terminals."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    code = (
+        "import io, time\n"
+        "from engine.console import Progress, table\n"
+        "with Progress(4, 'rollout', unit='seq') as bar:\n"
+        "    for reward in range(4):\n"
+        "        time.sleep(0.15)\n"
+        "        bar.update(reward=reward)\n"
+        "table('Shown', [{'interval': '[0.1, 0.3]'}])\n"
+        "table('Kept', [{'stage': 'sft'}], text := io.StringIO())\n"
+        "assert 'sft' in text.getvalue()\n"
+    )
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
+    nbclient.NotebookClient(book, timeout=120, kernel_name="python3").execute()
+    outputs = book.cells[0].outputs
+    progress = "".join(o.text for o in outputs if o.output_type == "stream")
+    lines = progress.removesuffix("\n").split("\r")
+    assert "\n" not in "".join(lines)
+    assert len(lines) > 3
+    assert lines[-1].startswith("rollout: 100%")
+    assert "4/4" in lines[-1]
+    assert "reward=3" in lines[-1]
+    assert max(map(len, lines)) <= console.NOTEBOOK_COLUMNS
+    (page,) = [o.data["text/html"] for o in outputs if o.output_type == "display_data"]
+    assert "[0.1, 0.3]" in page
+    assert "Kept" not in page
 
 
 def test_a_table_in_a_pipe_keeps_paths_whole() -> None:
