@@ -22,7 +22,12 @@ from engine.agents.call_parsers import CallParser, parse_turn
 from engine.agents.environment_protocol import Action, Message, Observation
 from engine.batch import Batch
 from engine.data.collate import collate_completions, pad
-from engine.data.templates import decode_response, encode_continuation, encode_prompt
+from engine.data.templates import (
+    decode_response,
+    encode_continuation,
+    encode_prompt,
+    encode_text,
+)
 from engine.errors import RolloutError
 from engine.rollout.protocol import Completion
 from engine.rollout.stream import PartialCompletion
@@ -179,8 +184,25 @@ class EpisodeTokenizer:
         self._tokenizer, self.stop_ids = tokenizer, tuple(stop_ids)
         self._read_action, self.history = read_action, history
 
-    def action(self, ids: Sequence[int]) -> Action:
-        return self._read_action(decode_response(self._tokenizer, ids), tuple(ids))
+    def action(self, ids: Sequence[int], text: str | None = None, has_tools: bool = True) -> Action:
+        """A turn of these ids; `text` is what counts of them (None: all).
+
+        Without tools it is all there is to the turn.
+        """
+        read = self._read_action if has_tools else plain_action
+        return read(self.text(ids) if text is None else text, tuple(ids))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of sampled tokens, special tokens removed."""
+        return decode_response(self._tokenizer, ids)
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """How the stop token is spelled that `ids` end with; empty without one."""
+        return self.spelling(ids[-1:]) if ids and ids[-1] in self.stop_ids else ""
+
+    def of_text(self, text: str, continues: bool = False) -> list[int]:
+        """A prompt in the model's own format, or (`continues`) what follows one."""
+        return encode_text(self._tokenizer, text, continues)
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
@@ -197,9 +219,10 @@ class EpisodeTokenizer:
 
     def rewritten(self, ids: Sequence[int], again: Sequence[int]) -> bool:
         """Whether `again`, the conversation rendered again, has another text than `ids`."""
-        return ids != again and self._text(ids) != self._text(again)
+        return ids != again and self.spelling(ids) != self.spelling(again)
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def spelling(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens spelled out."""
         text = self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

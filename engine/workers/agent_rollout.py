@@ -16,7 +16,8 @@ import safetensors.torch
 import torch
 
 from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments
-from engine.agents.call_parsers import parsed_action, resolve_call_parser
+from engine.agents.agent_player import AgentPlayer, Agents
+from engine.agents.call_parsers import CallParser, parsed_action, resolve_call_parser
 from engine.agents.environment_pool import EnvironmentPool
 from engine.agents.environment_protocol import make_environment
 from engine.agents.episode import (
@@ -25,13 +26,14 @@ from engine.agents.episode import (
     EpisodeTokenizer,
     EpisodeTree,
     PartialEpisodes,
+    ReadAction,
     collate_episodes,
     plain_action,
     save_episode,
 )
 from engine.batch import Batch
 from engine.checkpoint.state_dict import extract_tensors, insert_tensors, safetensors_bytes
-from engine.config import AgentConfig, RolloutConfig
+from engine.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from engine.data.templates import tool_tokens, with_template_variables
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import EngineError, RolloutError
@@ -228,11 +230,49 @@ _STATES_S = 0.2  # of a rollout, for environments to give their states
 
 
 def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environments:
+    """What plays episodes: environments, or the agent that is named."""
+    processes, play = agent.num_workers, agent.play
+    if play.name:
+        return Agents(
+            play.name,
+            play.options,
+            processes=processes,
+            timeout_s=agent.timeout_s,
+            blocking_s=agent.call_timeout_s,
+        )
     name, options, limit = agent.environment.name, agent.environment.options, agent.call_timeout_s
-    if not agent.num_workers:
+    if not processes:
         return LocalEnvironments(partial(make_environment, name, options), timeout_s=limit)
-    processes = agent.num_workers
     return EnvironmentPool(name, options, plugins=plugins, processes=processes, timeout_s=limit)
+
+
+def open_player(
+    stream: RolloutStream,
+    environments: Environments,
+    agent: AgentConfig,
+    concurrency: int,
+    failure_reward: float | None = None,
+) -> EpisodePlayer:
+    """The player of `open_environments`' episodes; `concurrency` is what no setting says."""
+    is_agent = isinstance(environments, Agents)
+    player = AgentPlayer if is_agent else EpisodePlayer
+    return player(
+        stream,
+        environments,  # type: ignore[arg-type]
+        concurrency=agent.concurrency or concurrency,
+        call_seconds=agent.timeout_s if is_agent else agent.call_timeout_s,
+        failure_reward=failure_reward,
+    )
+
+
+def read_action(
+    environments: Environments, multi_turn: MultiTurnConfig
+) -> tuple[ReadAction, CallParser | None]:
+    """How turns are read, and the parser of their calls, where there are tools."""
+    if not environments.tools and not isinstance(environments, Agents):
+        return plain_action, None
+    parser = resolve_call_parser(multi_turn.format)
+    return partial(parsed_action, parser), parser
 
 
 def length_with_tools(
@@ -284,7 +324,7 @@ class AgentRolloutWorker(RolloutWorker):
             drop=agent.on_limit == "drop",
         )
         self._saved: SavedRollout | None = None
-        read = partial(parsed_action, resolve_call_parser(turns.format)) if tools else plain_action
+        read, _ = read_action(self.environments, turns)
         self.episodes = EpisodeTokenizer(tokenizer, self.stop, read, turns.history)
 
     @dispatch(Dispatch.ONE_TO_ALL)
@@ -328,13 +368,9 @@ class AgentRolloutWorker(RolloutWorker):
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,
         )
-        player = EpisodePlayer(
-            stream,
-            self.environments,
-            concurrency=agent.concurrency or self.config.max_num_seqs,
-            call_seconds=agent.call_timeout_s,
-            failure_reward=agent.error_reward if agent.on_error == "score" else None,
-        )
+        failure_reward = agent.error_reward if agent.on_error == "score" else None
+        places = self.config.max_num_seqs
+        player = open_player(stream, self.environments, agent, places, failure_reward)
 
         def new_episode(key: int, index: int, prompt_ids: list[int]) -> Episode:
             return Episode(key, 0, index, self.episodes, self.limits, prompt_ids)
@@ -345,7 +381,7 @@ class AgentRolloutWorker(RolloutWorker):
             new_episode,
             n=n,
             pad_token_id=self.tokenizer.pad_token_id,
-            branches=self.config.multi_turn.history == "branches",
+            branches=self.config.multi_turn.history == "branches" or bool(agent.play.name),
             retain=retain,
         )
 
