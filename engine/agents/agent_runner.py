@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -42,6 +43,7 @@ ENDPOINT = "hybridflyte_endpoint"  # of a row: URL and key
 ROW_FILE, REWARD_FILE = "HYBRIDFLYTE_ROW", "HYBRIDFLYTE_REWARD"
 _FUNCTION = re.compile(r"(?P<place>[^\s:]+):(?P<name>[A-Za-z_]\w*)")
 _OUTPUT = 2000  # bytes of what a program wrote, in errors
+_FILES = 65536  # that a process may have open, where the system lets it
 _END_S = 3.0  # for a program to end once it is asked to
 
 _registry: Registry[object] = Registry("agent", f"{SETTING}.name")
@@ -146,6 +148,7 @@ class AgentProgram:
     """An environment whose `reset` plays a whole episode with the agent of this name."""
 
     def __init__(self, *, name: str = "", options: Mapping[str, object] | None = None) -> None:
+        raise_file_limit()
         self._name = name
         self._function: Callable[..., Any] | None = None
         if is_function(name):
@@ -221,6 +224,14 @@ def _openai() -> Any:
             "hybridflyte[agents]"
         ) from error
     return openai
+
+
+def raise_file_limit() -> None:
+    """Let the process have a connection for each of a thousand episodes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wished = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft < wished:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wished, hard))
 
 
 async def _end(program: asyncio.subprocess.Process) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import resource
 import secrets
 import time
 import uuid
@@ -27,6 +26,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.agents.agent_runner import raise_file_limit
 from engine.agents.environment_protocol import Action, EnvironmentFailure, Observation
 from engine.agents.episode import End, Episode
 from engine.agents.recorder import (
@@ -46,7 +46,6 @@ log = logging.getLogger(__name__)
 
 MODEL = "policy"  # its name in the API; requests may say any
 _HUNG_UP = 499  # the status that nobody reads
-_FILES = 65536  # that a process may have open, where the system lets it
 # Clients are the run's own, and many; their turns take as long as they take.
 _HTTP = http_server.HttpLimits(
     max_body_mib=64, header_timeout=60, keep_alive=3600, max_connections=16_384
@@ -388,7 +387,7 @@ class RecordingEndpoint:
         self._sessions: dict[str, EpisodeSession] = {}
         self._prefix = f"episode-{secrets.token_hex(6)}-"  # of the keys that were ever given
         self._loop: asyncio.AbstractEventLoop | None = None  # since the first request
-        _raise_file_limit()
+        raise_file_limit()
         routes = [
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._completion, methods=["POST"]),
@@ -518,11 +517,3 @@ async def _refuse(http: Request, error: Exception) -> Response:
 
 def _json(values: object, status: int = 200) -> Response:
     return Response(json.dumps(values), status, media_type="application/json")
-
-
-def _raise_file_limit() -> None:
-    """Let the process have a connection for each of a thousand episodes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wished = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft < wished:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wished, hard))
