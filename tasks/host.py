@@ -119,6 +119,7 @@ class FlyteHost(Host):
 
     def __init__(self) -> None:
         self.execution = current_context().execution_id.name if on_cluster() else ""
+        self.dry_run = flytekit_setup.is_dry_run()
 
     def execution_link(self) -> str:
         # FLYTE_PLATFORM_CONSOLE_ENDPOINT, or in Flyte's own configuration file.

@@ -12,7 +12,7 @@ from flytekit.types.directory import FlyteDirectory
 
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.stages import evaluate, fetch, finalize, preprocess
-from workflows.parts import pipeline
+from workflows.parts import audit_of, pipeline
 
 
 @pipeline(
@@ -35,6 +35,7 @@ def evaluate_only(
     warm_start = fetch(run=p.run, reference=baseline, name="baseline")
     policy = fetch(run=p.run, reference=candidate, name="candidate")
     dataset = preprocess(run=p.run, settings=p.dataset).dataset
+    audit = audit_of(p, dataset)
     evaluation = evaluate(
         p.profile,
         run=p.run,
@@ -42,5 +43,6 @@ def evaluate_only(
         dataset=dataset,
         warm_start=warm_start,
         policy=policy,
+        audit=audit,
     ).evaluation
     return finalize(run=p.run, artifact=evaluation)

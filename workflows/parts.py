@@ -98,13 +98,20 @@ def reward_model_of(p: Any, dataset: Any, policy: Any) -> tuple[Any, Any]:
     return model, registered
 
 
+def audit_of(p: Any, dataset: Any) -> Any:
+    """Audit the scorers of a plan."""
+    return stages.reward_audit(p.audit_profile, run=p.run, settings=p.reward_audit, dataset=dataset)
+
+
 def improve_and_promote(p: Any, dataset: Any, warm_start: Any) -> Any:
-    """Train by RL from the warm start, and promote the policy if it is better."""
+    """Audit the reward, train by RL from the warm start, and promote the policy if it is better."""
+    audit = audit_of(p, dataset)
     policy = stages.rl(p.profile, run=p.run, settings=p.rl, dataset=dataset, warm_start=warm_start)
-    return evaluate_and_promote(p, dataset, warm_start, policy)
+    audit >> policy
+    return evaluate_and_promote(p, dataset, warm_start, policy, audit)
 
 
-def evaluate_and_promote(p: Any, dataset: Any, warm_start: Any, policy: Any) -> Any:
+def evaluate_and_promote(p: Any, dataset: Any, warm_start: Any, policy: Any, audit: Any) -> Any:
     """Evaluate, promote and report a policy."""
     evaluation = stages.evaluate(
         p.profile,
@@ -113,6 +120,7 @@ def evaluate_and_promote(p: Any, dataset: Any, warm_start: Any, policy: Any) -> 
         dataset=dataset,
         warm_start=warm_start,
         policy=policy,
+        audit=audit,
     ).evaluation
     promotion = gate(p, dataset, policy, evaluation)
     return stages.report(

@@ -16,7 +16,14 @@ from flytekit.types.file import FlyteFile
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.stages import fetch, finalize, learn_in_rounds, pairs, preprocess, rl
 from workflows.launching import settings
-from workflows.parts import INPUTS, evaluate_and_promote, pipeline, reward_model_of, warm_start_of
+from workflows.parts import (
+    INPUTS,
+    audit_of,
+    evaluate_and_promote,
+    pipeline,
+    reward_model_of,
+    warm_start_of,
+)
 
 
 @pipeline(
@@ -31,6 +38,7 @@ def preference(p: Any) -> FlyteFile:
         The run's summary.json.
     """
     dataset, warm_start = warm_start_of(p)
+    audit = audit_of(p, dataset)
     policy = learn_in_rounds(
         profile=p.profile,
         run=p.run,
@@ -39,7 +47,7 @@ def preference(p: Any) -> FlyteFile:
         dataset=dataset,
         start=warm_start,
     )
-    return evaluate_and_promote(p, dataset, warm_start, policy)
+    return evaluate_and_promote(p, dataset, warm_start, policy, audit)
 
 
 @pipeline(failure.reward_model_failed, by_preferences=True)
@@ -71,6 +79,7 @@ def classic_rlhf(p: Any) -> FlyteFile:
         The run's summary.json.
     """
     dataset, warm_start = warm_start_of(p)
+    audit = audit_of(p, dataset)
     scorer, registered = reward_model_of(p, dataset, warm_start)
     policy = rl(
         p.profile,
@@ -81,7 +90,8 @@ def classic_rlhf(p: Any) -> FlyteFile:
         reward_model=scorer,
     )
     registered >> policy  # a registry that can't be written to is found out before RL
-    return evaluate_and_promote(p, dataset, warm_start, policy)
+    audit >> policy
+    return evaluate_and_promote(p, dataset, warm_start, policy, audit)
 
 
 @pipeline(

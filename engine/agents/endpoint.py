@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.agents.agent_runner import raise_file_limit
+from engine.agents.call_parsers import bare_thought, split_thought
 from engine.agents.environment_protocol import Action, EnvironmentFailure, Observation
 from engine.agents.episode import End, Episode
 from engine.agents.recorder import (
@@ -54,7 +55,7 @@ _LIMITS = schema.RequestLimits(max_prompts=1)
 
 # Fields that change an answer, and the values that ask for nothing.
 _NOT_OFFERED: dict[str, tuple[object, ...]] = schema.UNCOMMON | {
-    "chat_template_kwargs": ({},), "continue_final_message": (False,), "function_call": (),
+    "chat_template_kwargs": ({},), "function_call": (),
     "functions": ([],), "modalities": (["text"],), "prediction": (), "top_logprobs": (0,),
     "tool_choice": ("none", "auto"), "web_search_options": (),
 }  # fmt: skip
@@ -135,6 +136,8 @@ class EpisodeSession:
 
     async def chat(self, request: ChatRequest) -> dict[str, Any]:
         """Answer a conversation, with OpenAI's response."""
+        if request.continue_final_message:
+            raise RequestError("continue_final_message=True is not offered; leave it out")
         choice = (request.model_extra or {}).get("tool_choice")
         tools = request.tools if request.tools and choice != "none" else ()
         prompt = self.recorder.chat(request.messages, tools)
@@ -142,7 +145,7 @@ class EpisodeSession:
         choices = []
         for index, (key, part) in enumerate(parts):
             part, text = _until_stop(self._text, part, request.stops)
-            action = self.episode.tokenizer.action(part.token_ids, text, prompt.has_tools)
+            action = self._action(prompt, part, text, prompt.tools)
             if request.parallel_tool_calls is False and len(action.tool_calls) > 1:
                 action = Action(
                     action.text, action.token_ids, action.tool_calls[:1], content=action.content
@@ -164,7 +167,7 @@ class EpisodeSession:
         choices = []
         for index, (key, part) in enumerate(parts):
             part, text = _until_stop(self._text, part, request.stops)
-            self.recorder.add(prompt, part, Action(self._text(part.token_ids)), key=key)
+            self.recorder.add(prompt, part, self._action(prompt, part, text), key=key)
             log_probs = None
             if request.logprobs is not None:
                 entries = self._log_probs(part)
@@ -273,6 +276,18 @@ class EpisodeSession:
     def _text(self, ids: Sequence[int]) -> str:
         return self.episode.tokenizer.text(ids)
 
+    def _action(
+        self,
+        prompt: RecordedPrompt,
+        part: PartialCompletion,
+        said: str,
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> Action:
+        """The action of a turn, of whose text `said` counts."""
+        unsaid = len(self._text(part.token_ids)) - len(said)
+        tokenizer = self.episode.tokenizer
+        return tokenizer.action(prompt.ids, part.token_ids, unsaid=unsaid, tools=tools)
+
     def _end_of(self, part: PartialCompletion, text: str) -> str:
         has_end = part.token_ids[-1] in self.episode.tokenizer.stop_ids
         self.episode.truncated = cut = not has_end and text == self._text(part.token_ids)
@@ -318,10 +333,13 @@ def _message(action: Action, turn: int) -> dict[str, Any]:
     said = action.text if action.content is None else action.content
     if action.malformed and not action.tool_calls:
         said = action.text  # as the policy wrote it: the client sees what can't be read
-    thoughts, mark, rest = said.rpartition("</think>")
-    message: dict[str, Any] = {"role": "assistant", "content": rest.lstrip("\n") if mark else said}
-    if mark:
-        message["reasoning_content"] = thoughts.strip().removeprefix("<think>").strip("\n")
+    thought, rest = split_thought(said)
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": rest.lstrip("\n") if thought else said,
+    }
+    if thought := bare_thought(thought):
+        message["reasoning_content"] = thought
     if action.tool_calls:
         message["content"] = message["content"] or None
         message["tool_calls"] = [

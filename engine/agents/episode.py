@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
@@ -22,11 +22,14 @@ from engine.agents.call_parsers import CallParser, parse_turn
 from engine.agents.environment_protocol import Action, Message, Observation
 from engine.batch import Batch
 from engine.data.collate import collate_completions, pad
+from engine.data.control_tokens import control_tokens
+from engine.data.rows import answered_messages
 from engine.data.templates import (
     decode_response,
     encode_continuation,
     encode_prompt,
     encode_text,
+    turn_text,
 )
 from engine.errors import RolloutError
 from engine.rollout.protocol import Completion
@@ -150,10 +153,11 @@ the episode or (turn_seconds) of its last turn."""
 History = Literal["append", "branches"]
 """append: what was sampled stays as it is. branches: where the chat template writes earlier turns
 otherwise (thoughts left out), the episode goes on from what it writes, as a sequence of its own."""
-ReadAction = Callable[[str, tuple[int, ...]], Action]  # of a turn's text and ids
+ReadAction = Callable[[str, tuple[int, ...], str], Action]
+"""Of a turn's text, its ids, and the text with the control tokens that it has before its end."""
 
 
-def plain_action(text: str, token_ids: tuple[int, ...]) -> Action:
+def plain_action(text: str, token_ids: tuple[int, ...], marked: str = "") -> Action:
     """A turn whose text is all there is to it: calls of tools are not looked for."""
     return Action(text, token_ids)
 
@@ -180,17 +184,42 @@ class EpisodeTokenizer:
         stop_ids: Sequence[int],
         read_action: ReadAction,
         history: History = "append",
+        reader_of: Callable[[Sequence[Mapping[str, object]]], ReadAction] | None = None,
     ) -> None:
+        """`reader_of` gives what reads turns whose requests have tools of their own."""
         self._tokenizer, self.stop_ids = tokenizer, tuple(stop_ids)
-        self._read_action, self.history = read_action, history
+        self._read_action, self._reader_of, self.history = read_action, reader_of, history
 
-    def action(self, ids: Sequence[int], text: str | None = None, has_tools: bool = True) -> Action:
-        """A turn of these ids; `text` is what counts of them (None: all).
+    def action(
+        self,
+        before: Sequence[int],
+        ids: Sequence[int],
+        *,
+        unsaid: int = 0,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> Action:
+        """The action of a turn's ids, its text with what the ids before it have opened.
 
-        Without tools it is all there is to the turn.
+        The last `unsaid` characters don't count. `tools` are those of its request, which without
+        any has no calls; None: the episode's.
         """
-        read = self._read_action if has_tools else plain_action
-        return read(self.text(ids) if text is None else text, tuple(ids))
+        length = -unsaid or None
+        text, said = turn_text(self._tokenizer, before, ids)[:length], list(ids)
+        while said and said[-1] in self.stop_ids:
+            said.pop()
+        marked = turn_text(self._tokenizer, before, said, keep_control=True)[:length]
+        action = self._reader(tools)(text, tuple(ids), marked)
+        if action.content is None or marked == text:
+            return action
+        content = control_tokens(self._tokenizer).removed_from(action.content)
+        return replace(action, content=content)
+
+    def _reader(self, tools: Sequence[Mapping[str, object]] | None) -> ReadAction:
+        if tools is not None and not tools:
+            return plain_action
+        if tools is None or self._reader_of is None:
+            return self._read_action
+        return self._reader_of(tools)
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of sampled tokens, special tokens removed."""
@@ -200,9 +229,9 @@ class EpisodeTokenizer:
         """How the stop token is spelled that `ids` end with; empty without one."""
         return self.spelling(ids[-1:]) if ids and ids[-1] in self.stop_ids else ""
 
-    def of_text(self, text: str, continues: bool = False) -> list[int]:
+    def of_text(self, text: str, *, continues: bool = False) -> list[int]:
         """A prompt in the model's own format, or (`continues`) what follows one."""
-        return encode_text(self._tokenizer, text, continues)
+        return encode_text(self._tokenizer, text, continues=continues)
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
@@ -274,6 +303,7 @@ class Episode:
         self.messages = list(first.messages or row_prompt)
         self.info |= first.info
         self.transcript = Transcript(self.tokenizer.prompt(self.messages, self.tools))
+        self.messages = list(answered_messages(self.messages))  # the turn's text has the rest
         if first.done:
             self.end = "done"
 
@@ -313,11 +343,12 @@ class Episode:
         """Append a sampled turn; return what it says to the environment."""
         assert self.transcript is not None
         ids = completion.token_ids
+        before = self.transcript.ids
         versions = completion.token_versions or [completion.policy_version] * len(ids)
         self.transcript.add_turn(ids, completion.log_probs, versions)
         self.truncated = completion.finish_reason == "length"
         self.cut = self.cut and self.truncated
-        action = self.tokenizer.action(ids)
+        action = self.tokenizer.action(before, ids)
         self.actions.append(action)
         self.messages.append({"role": "assistant", "content": action.text})
         return action
@@ -557,8 +588,11 @@ def load_episode(episode: Episode, tree: EpisodeTree) -> SavedTurn | None:
     transcript.turns, transcript.sampled_tokens = fields["turns"], fields["sampled_tokens"]
     episode.transcript = transcript
     if episode.end != "failed":
-        sampled = [s.token_ids[start:stop] for s in sequences for start, stop in s.turns]
-        episode.actions = [episode.tokenizer.action(ids) for ids in sampled]
+        episode.actions = [
+            episode.tokenizer.action(s.prompt_ids + s.token_ids[:start], s.token_ids[start:stop])
+            for s in sequences
+            for start, stop in s.turns
+        ]
     if episode.end is not None:
         return None
     turn = [tree["turn"][name].tolist() for name in _TURN]

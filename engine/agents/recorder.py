@@ -28,6 +28,7 @@ from engine.agents.episode import (
     Transcript,
     save_episode,
 )
+from engine.data.messages import canonical_message, canonical_tools
 from engine.errors import DataError, EpisodeError
 from engine.rollout.stream import PartialCompletion, PartialRequest
 
@@ -74,7 +75,7 @@ class RecordedPrompt:
     messages: tuple[Message, ...] = ()  # all of them; none of a text
     digest: bytes = b""  # of tools and messages
     text: str | None = None
-    has_tools: bool = False
+    tools: Sequence[Mapping[str, object]] = ()
 
     @property
     def extends(self) -> bool:
@@ -97,9 +98,10 @@ class EpisodeRecorder:
     ) -> RecordedPrompt:
         """The prompt of a conversation; DataError for one that can't be rendered."""
         plain = tuple(plain_message(message, i) for i, message in enumerate(messages))
+        tools = canonical_tools(tools, "tools")
         if not plain or plain[-1]["role"] == "assistant":
             raise DataError("messages must end with one that the policy answers, not its own")
-        digests = list(accumulate(plain, _chained, initial=_digest(b"", list(tools))))
+        digests = list(accumulate(plain, _chained, initial=_digest(b"", tools)))
         parent, known = None, 0
         for known in range(len(plain) - 1, 0, -1):
             parent = self._by_conversation.get(digests[known])
@@ -113,7 +115,7 @@ class EpisodeRecorder:
             again = self._tokenizer.prompt(plain, tools)
             if ids is None or self._tokenizer.rewritten(ids, again):
                 parent, ids = None, again
-        return RecordedPrompt(ids, parent, plain, digests[-1], has_tools=bool(tools))
+        return RecordedPrompt(ids, parent, plain, digests[-1], tools=tools)
 
     def completion(self, prompt: str | Sequence[int]) -> RecordedPrompt:
         """The prompt of a text, or of token ids, which may begin with a turn and its prompt."""
@@ -180,7 +182,9 @@ class EpisodeRecorder:
         sequence.add(part.token_ids, part.log_probs, part.token_versions)
         sequence.turns.append((start, len(sequence.token_ids)))
         length = len(sequence.prompt_ids) + len(sequence.token_ids)
-        text = None if prompt.text is None else prompt.text + action.text
+        text = None
+        if prompt.text is not None:
+            text = prompt.text + self._tokenizer.text(part.token_ids)
         asked: Sequence[Message] = (
             prompt.messages if not self.turns else _since_the_policy(prompt.messages)
         )
@@ -260,56 +264,15 @@ def digest_of_ids(ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", ids).tobytes(), digest_size=12).digest()
 
 
-_FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
-
-
 def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A message of OpenAI's API as chat templates read it.
+    """A message of OpenAI's API in canonical form; DataError for what no template reads.
 
-    Its content is one text, and arguments of calls are objects. Raises DataError for a field that
-    is filled in and that no template reads, and for parts that are not text.
+    Of the fields that clients send empty only `content` remains.
     """
-    where = f"messages.{index}"
-    for name, value in message.items():
-        if name not in (*_FIELDS, "reasoning") and value not in (None, [], {}, ""):
-            raise DataError(f"{where}.{name} is not offered; leave it out")
-    if not isinstance(message.get("role"), str):
-        raise DataError(f'{where} has no role; a message is {{"role": …, "content": …}}')
-    plain: dict[str, Any] = {name: message[name] for name in _FIELDS if message.get(name)}
-    plain["content"] = _text_of(message.get("content"), where)
-    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-        plain["reasoning_content"] = str(reasoning)
-    if calls := message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call, where) for call in calls]
+    filled = {name: value for name, value in message.items() if value not in (None, [], {}, "")}
+    plain = canonical_message({"content": "", **filled}, f"messages.{index}")
+    plain.pop("weight", None)  # what the client says is not learned from
     return plain
-
-
-def _text_of(content: object, where: str) -> str:
-    if isinstance(content, str | None):
-        return content or ""
-    if not isinstance(content, Sequence):
-        raise DataError(f"{where}.content is {content!r:.80}; give a text")
-    texts = []
-    for part in content:
-        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise DataError(f"{where}.content has a part {kind!r}; only text is offered")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _plain_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where}.tool_calls has {call!r:.80}, which is no call of a function")
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise DataError(f"{where}.tool_calls: {arguments!r:.80} is no JSON") from None
-    made = {"name": function["name"], "arguments": arguments}
-    return {"type": "function", "id": str(call.get("id", "")), "function": made}
 
 
 def _since_the_policy(messages: Sequence[Message]) -> Sequence[Message]:
@@ -324,7 +287,10 @@ def _digest(before: bytes, value: object) -> bytes:
 
 
 def _chained(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation with one more message; ids of calls say nothing in it."""
-    return _digest(
-        before, {**message, "tool_calls": [c["function"] for c in message.get("tool_calls", ())]}
-    )
+    """The digest of a conversation with one more message.
+
+    Ids of calls say nothing in it, nor how the JSON of arguments is written.
+    """
+    functions = (call["function"] for call in message.get("tool_calls", ()))
+    calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
+    return _digest(before, {**message, "tool_calls": calls})

@@ -146,6 +146,7 @@ class ChatRequest(_Request):
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    continue_final_message: bool | None = None
 
     @property
     def longest(self) -> int | None:

@@ -134,6 +134,11 @@ class NativeBackend:
                 self._check_length(tokenizer, i, text)
             if isinstance(request, ChatRequest):
                 chat = [message.plain() for message in request.messages]
+                if (chat[-1]["role"] == "assistant") != bool(request.continue_final_message):
+                    raise RequestError(
+                        "messages end with the assistant's where, and only where, it is to be gone "
+                        "on with: set continue_final_message=true for that"
+                    )
                 prompts = encode_prompts(tokenizer, [chat], "messages")
             else:
                 prompts = [

@@ -67,6 +67,7 @@ class Host:
     """Where stages run: by default a machine without a workflow engine and its console."""
 
     execution = ""  # name of the execution on a cluster; empty: a person runs the stage
+    dry_run = False  # plan alone, and record nothing
 
     def execution_link(self) -> str:
         """Return the address of the execution's page; empty where none is known."""

@@ -34,7 +34,8 @@ from engine.agents.episode import (
 from engine.batch import Batch
 from engine.checkpoint.state_dict import extract_tensors, insert_tensors, safetensors_bytes
 from engine.config import AgentConfig, MultiTurnConfig, RolloutConfig
-from engine.data.templates import tool_tokens, with_template_variables
+from engine.data.chat_template import with_template_variables
+from engine.data.templates import tool_tokens
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import EngineError, RolloutError
 from engine.models import text_config
@@ -265,14 +266,26 @@ def open_player(
     )
 
 
-def read_action(
-    environments: Environments, multi_turn: MultiTurnConfig
-) -> tuple[ReadAction, CallParser | None]:
-    """How turns are read, and the parser of their calls, where there are tools."""
+def episode_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+    environments: Environments,
+    multi_turn: MultiTurnConfig,
+) -> tuple[EpisodeTokenizer, CallParser | None]:
+    """What makes episodes tokens and reads turns; the parser of calls, where there are tools."""
+    history = multi_turn.history
     if not environments.tools and not isinstance(environments, Agents):
-        return plain_action, None
-    parser = resolve_call_parser(multi_turn.format)
-    return partial(parsed_action, parser), parser
+        return EpisodeTokenizer(tokenizer, stop_ids, plain_action, history), None
+
+    def parser_of(tools: Sequence[Mapping[str, object]]) -> CallParser:
+        return resolve_call_parser(multi_turn.format, tokenizer, tools)
+
+    def reader_of(tools: Sequence[Mapping[str, object]]) -> ReadAction:
+        return partial(parsed_action, parser_of(tools))
+
+    parser = parser_of(environments.tools)
+    read = partial(parsed_action, parser)
+    return EpisodeTokenizer(tokenizer, stop_ids, read, history, reader_of), parser
 
 
 def length_with_tools(
@@ -324,8 +337,7 @@ class AgentRolloutWorker(RolloutWorker):
             drop=agent.on_limit == "drop",
         )
         self._saved: SavedRollout | None = None
-        read, _ = read_action(self.environments, turns)
-        self.episodes = EpisodeTokenizer(tokenizer, self.stop, read, turns.history)
+        self.episodes, _ = episode_tokenizer(tokenizer, self.stop, self.environments, turns)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_episodes(self, folder: str, settings: str, before: str = "") -> None:

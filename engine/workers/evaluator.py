@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, summarize
+from engine.agents.episode import Episode, EpisodeLimits, summarize
 from engine.batch import Batch
 from engine.config import AgentConfig, MultiTurnConfig, ParallelConfig, RolloutConfig
 from engine.data.templates import stop_token_ids
@@ -24,10 +24,10 @@ from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights, vllm_weights
 from engine.runtime.sharded_model import init_mesh, process_device
 from engine.workers.agent_rollout import (
+    episode_tokenizer,
     length_with_tools,
     open_environments,
     open_player,
-    read_action,
 )
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
@@ -125,8 +125,9 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             self.environments.close()
             raise
         self._multi_turn, self._agent, self.max_model_len = multi_turn, agent, longest
-        read, self._parser = read_action(self.environments, multi_turn)
-        self._episodes = EpisodeTokenizer(self.tokenizer, self._stop, read, multi_turn.history)
+        self._episodes, self._parser = episode_tokenizer(
+            self.tokenizer, self._stop, self.environments, multi_turn
+        )
 
     @dispatch(Dispatch.DATA_PARALLEL, pad=True)
     def answer(

@@ -174,6 +174,7 @@ async def everything(row: dict[str, Any], client: Any) -> float:
         {"logit_bias": {"5": 1}}, {"messages": []}, {"max_tokens": 0}, {"top_logprobs": 3},
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         {"messages": [{"role": "assistant", "content": "x"}]},
+        {"extra_body": {"continue_final_message": True}}, {"tools": [{"type": "web_search"}]},
     ]  # fmt: skip
     for fields in refused:
         with pytest.raises(openai.BadRequestError):

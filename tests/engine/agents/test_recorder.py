@@ -25,6 +25,7 @@ from engine.agents.episode import (
     History,
     collate_episodes,
     load_episode,
+    plain_action,
 )
 from engine.agents.recorder import (
     EpisodeRecorder,
@@ -83,7 +84,7 @@ class Client:
         number = len(self.sampled)
         part = PartialCompletion(0, ids, [-0.25 * (number + 1)] * len(ids), [number] * len(ids))
         self.sampled.append((prompt.ids, ids))
-        action = self.episode_tokenizer.action(ids, has_tools=tools)
+        action = self.episode_tokenizer.action(prompt.ids, ids, tools=[TOOL] if tools else ())
         self.said = _message(action, number) if prompt.messages else None
         return self.recorder.add(prompt, part, action, self.said, key=number)
 
@@ -196,6 +197,74 @@ def test_thoughts_stand_apart_and_dropping_them_branches(
     assert branching.recorder.chat([ASK, first, ASK]).ids == dropped.ids
 
 
+def r1() -> Client:
+    """A client of a model whose template opens the thought."""
+    tokenizer = chat_templates.family_tokenizer("r1-distill")
+    return Client(tokenizer, str(tokenizer.chat_template))
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "said"),
+    [
+        ("17 * 20\n</think>\n\n391", False, {"content": "391", "reasoning_content": "17 * 20"}),
+        ("17 * 20, or", False, {"content": "", "reasoning_content": "17 * 20, or"}),
+        ("\n</think>\n\n391", False, {"content": "391"}),
+        (f"I could {CALL}", True, {"content": "", "reasoning_content": f"I could {CALL}"}),
+        (f"Call!</think>{CALL}", True, {"content": None, "reasoning_content": "Call!"}),
+    ],
+)
+def test_a_thought_that_the_prompt_has_opened_is_a_thought(
+    text: str, tools: bool, said: dict[str, Any]
+) -> None:
+    client = r1()
+    shown = [TOOL] if tools else []
+    prompt = client.recorder.chat([ASK], shown)
+    assert client.text(prompt.ids).endswith("<think>\n")
+    end = list(client.episode_tokenizer.stop_ids)
+    turn = client.add(prompt, [*client.letters(text, ended=False), *end], tools)
+    assert turn.action.text == f"<think>\n{text}"
+    assert client.said is not None
+    called = client.said.pop("tool_calls", [])
+    assert client.said == {"role": "assistant", **said}
+    assert len(called) == len(turn.action.tool_calls) == (said["content"] is None)
+    more = client.recorder.chat([ASK, client.said | {"tool_calls": called}, ASK], shown)
+    assert more.extends
+    assert more.ids[: turn.length] == turn.ids
+    assert client.text(more.ids).endswith("<think>\n")
+
+
+def test_texts_go_on_from_a_thought_that_they_have_opened() -> None:
+    client = r1()
+    prompt = client.recorder.completion("<｜User｜>17 * 23?<｜Assistant｜><think>\n")
+    turn = client.add(prompt, client.letters("Hm", ended=False))
+    assert turn.action.text == "<think>\nHm"
+    more = client.recorder.completion(f"{prompt.text}Hm, 391")
+    assert more.extends
+    assert more.ids[: turn.length] == turn.ids
+
+
+def test_a_text_that_a_client_stops_at_is_not_said() -> None:
+    client = r1()
+    ids = client.letters("Hm</think>one STOP", ended=False)
+    prompt = client.recorder.chat([ASK]).ids
+    action = client.episode_tokenizer.action(prompt, ids, unsaid=5)
+    assert (action.text, action.content) == ("<think>\nHm</think>one", "<think>\nHm</think>one")
+    assert action.token_ids == tuple(ids)
+
+
+def test_calls_are_read_with_the_tools_of_their_request(smollm2: PreTrainedTokenizerBase) -> None:
+    asked: list[Any] = []
+
+    def reader_of(tools: Sequence[Any]) -> Any:
+        asked.append(tools)
+        return partial(parsed_action, resolve_call_parser("hermes"))
+
+    reader = EpisodeTokenizer(smollm2, (END,), plain_action, reader_of=reader_of)
+    ids = smollm2.encode(CALL, add_special_tokens=False)
+    calls = [len(reader.action([], ids, tools=tools).tool_calls) for tools in ((), None, [TOOL])]
+    assert (calls, asked) == ([0, 0, 1], [[TOOL]])
+
+
 def test_choices_and_retries_are_branches_of_one_prompt(smollm2: PreTrainedTokenizerBase) -> None:
     client = Client(smollm2)
     prompt = client.recorder.chat([ASK])
@@ -288,20 +357,29 @@ def test_a_stop_text_ends_a_turn_at_the_token_that_completes_it(
 @pytest.mark.parametrize(
     ("message", "said"),
     [
-        ({"content": "no role"}, "messages.3 has no role"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "only text"),
-        ({"role": "user", "content": 5}, "give a text"),
-        ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "audio is not offered"),
-        ({"role": "assistant", "tool_calls": [{"name": "f"}]}, "no call of a function"),
+        ({"content": "no role"}, "is no message"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "a part of type 'image_url'"),
+        ({"role": "user", "content": [{"type": "text"}]}, "a part of type 'text'"),
+        ({"role": "user", "content": 5}, "content of a message of the role 'user' is 5"),
+        ({"role": "user", "content": "x", "reasoning_content": "y"}, "'reasoning_content'"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "the field 'audio'"),
+        ({"role": "assistant", "tool_calls": [{"id": "x"}]}, "is no call of a tool"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "is no JSON",
+            "arguments of a tool's call",
         ),
     ],
 )
 def test_what_can_t_be_shown_is_refused_by_name(message: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=f"^messages.3: .*{said}"):
         plain_message(message, 3)
+
+
+def test_clients_tools_are_functions(smollm2: PreTrainedTokenizerBase) -> None:
+    client = Client(smollm2)
+    with pytest.raises(DataError, match=r"^tools has {'type': 'web_search'}; give JSON schemas"):
+        client.recorder.chat([ASK], [{"type": "web_search"}])
+    assert client.recorder.chat([ASK], [TOOL["function"]]).tools == [TOOL]
 
 
 def test_limits_are_said_before_a_turn_is_sampled(smollm2: PreTrainedTokenizerBase) -> None:

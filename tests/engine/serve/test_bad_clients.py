@@ -269,6 +269,10 @@ def test_a_stream_ends_with_its_usage(server: ApiServer) -> None:
     [
         (["--max-body-mib", "0"], "--max-body-mib 0.0: Input should be greater than 0"),
         (["--header-timeout", "-1"], "--header-timeout -1.0: Input should be greater than 0"),
+        (
+            ["--engine", "vllm", "--max-n", "8"],
+            "--max-n is the native server's; vLLM's own options",
+        ),
         (["--max-connections", "0"], "--max-connections 0: Input should be greater than or equal"),
     ],
 )

@@ -38,6 +38,7 @@ from engine.serve.api_server import ApiServer, ServerLimits
 from engine.serve.native_backend import NativeBackend
 from engine.storage.artifacts import read_manifest
 from engine.storage.digests import tree_digest
+from engine.storage.signatures import SIGNING_VARIABLE, new_key
 from engine.tracking import Tracker
 
 IDENTITY = Identity("tiny", "models:/tiny@champion", "3", "d" * 64, "e" * 64)
@@ -75,6 +76,21 @@ def refused(url: str, values: Any, path: str = "/v1/completions") -> tuple[int, 
     error = answer.json()["error"]
     assert error["code"] == answer.status_code
     return answer.status_code, error["message"]
+
+
+def test_the_assistants_message_is_continued_only_where_that_is_asked_for(url: str) -> None:
+    chat = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "7"}]
+    values: dict[str, Any] = {"messages": chat, "max_tokens": 1, "temperature": 0}
+    for changes in ({}, {"messages": chat[:1], "continue_final_message": True}):
+        status, why = refused(url, values | changes, "/v1/chat/completions")
+        assert status == 400
+        assert "set continue_final_message=true for that" in why
+    asked = values | {"continue_final_message": True}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120).json()
+    plain = httpx.post(
+        f"{url}/v1/chat/completions", json=values | {"messages": chat[:1]}, timeout=120
+    ).json()
+    assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 1
 
 
 def test_health_names_version_and_digest(url: str) -> None:
@@ -398,6 +414,16 @@ def test_ctrl_c_while_the_model_is_loaded_is_130(model_folder: Path, tmp_path: P
     assert log.read_text() == "interrupted; the server has stopped\n"
 
 
+def test_a_dry_run_says_what_would_be_served(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(model_folder), "--engine", "native", "--port", "0", "--dry-run"]) == 0
+    plan, memory = capsys.readouterr().out.splitlines()
+    assert f"tiny-model, content {tree_digest(model_folder)}, by native at" in plan
+    kv_bytes = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, elements, float32
+    assert f"{kv_bytes} bytes a token, 0.00 GiB for 64 sequences of 128 tokens" in memory
+
+
 def test_a_changed_model_is_not_served(
     registry: Path, model_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -521,6 +547,22 @@ def test_a_folder_is_held_to_its_manifest(artifact: Path, tmp_path: Path) -> Non
     (artifact / "added.json").write_text("{}")
     with pytest.raises(LineageError, match=r"added\.json is in the folder but not in the manifest"):
         resolve(str(artifact), tmp_path)
+
+
+def test_what_no_key_that_counts_signed_is_not_served(
+    artifact: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = new_key(tmp_path / "key.pem")
+    for reference in (str(artifact), f"models:/{NAME}@champion"):
+        with pytest.raises(LineageError, match=r"is not served: .* is not signed"):
+            resolve(reference, tmp_path / "scratch", trusted={key})
+    with pytest.raises(LineageError, match=r"has no manifest\.json"):
+        resolve(str(model_folder), tmp_path, trusted={key})
+    monkeypatch.setenv(SIGNING_VARIABLE, str(tmp_path / "key.pem"))
+    signed = publish_model(model_folder)
+    assert resolve(str(signed), tmp_path, trusted={key})[0] == signed
+    with pytest.raises(LineageError, match="which does not count here"):
+        resolve(str(signed), tmp_path, trusted={"0" * 64})
 
 
 def test_a_folder_without_a_manifest_is_known_by_its_content(
