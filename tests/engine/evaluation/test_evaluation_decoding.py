@@ -186,10 +186,11 @@ def test_what_is_compared(tiny_folder: Path) -> None:
     )
     found = {one.name: one for one in compare_episodes(before, after, STATISTICS)}
     assert found["turns, greedy"].before.mean == 3
-    assert (found["turns, greedy"].change.mean, found["turns, greedy"].change.high) == (-1, -1)
+    assert found["turns, greedy"].change.mean == -1
+    assert -1 < found["turns, greedy"].change.high < 0, "five equal differences prove no width of 0"
     assert found["called a tool, greedy"].after.mean == 0.8
     assert "+80.0" in found["called a tool, greedy"].line()
-    assert "3.00 → 2.00 (-1.00 [-1.00, -1.00])" in found["turns, greedy"].line()
+    assert "3.00 → 2.00 (-1.00 [-1." in found["turns, greedy"].line()
     without = compare_episodes(before, before.assign(model="rl"), STATISTICS)
     assert [one.name for one in without] == [
         f"{what}, {how}" for how in ("greedy", "sampled") for what in ("turns", "return")

@@ -545,6 +545,7 @@ _REMAINDER = st.one_of(_MORE_NUMBERS, _SCALES, _JUNK)
 
 @given(truth=_NUMBER, remainder=_REMAINDER, lead=st.sampled_from(["", "so ", "3+4=7\n"]))
 def test_a_number_and_a_remainder_never_score(truth: str, remainder: str, lead: str) -> None:
+    assume(set(remainder) != {"*"})  # the end of bold
     assert score("answer_match", f"{lead}#### {truth}{remainder}", truth) == 0
 
 
