@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.errors import DataError
+from engine.errors import DataError, ModelError
 
 Column = Sequence[object] | np.ndarray
 
@@ -392,3 +392,13 @@ class LazyBatch:
 
 
 BatchLike = Batch | LazyBatch | Future[Batch]  # what a group takes where its workers get a Batch
+
+
+def check_token_ids(name: str, ids: Sequence[int], vocabulary: int) -> None:
+    """Raise ModelError if one of `ids`, those of `name`, is not in the model's vocabulary."""
+    low, high = min(ids, default=0), max(ids, default=0)
+    if low < 0 or high >= vocabulary:
+        raise ModelError(
+            f"{name} has token id {low if low < 0 else high} outside the model's vocabulary of "
+            f"{vocabulary}; use the tokenizer the model was trained with"
+        )

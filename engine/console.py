@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import select
 import sys
 import time
 import warnings
@@ -42,21 +43,38 @@ VLLM_NO_USAGE_STATS=1
 """
 SILENCE = {k: v for k, _, v in (word.partition("=") for word in _SILENT_VARIABLES.split())}
 
-INTERRUPTED = 130  # exit status after Ctrl-C, as a shell has it
+INTERRUPTED, PIPE_CLOSED = 130, 141  # exit status after Ctrl-C, and of `| head`, as shells have it
 
 
-def exit_130_on_ctrl_c(main: Callable[P, int]) -> Callable[P, int]:
-    """Decorator of a command's `main`: Ctrl-C is a word and status 130, and no traceback."""
+def command_line(main: Callable[P, int]) -> Callable[P, int]:
+    """Decorator of a command's `main`: its exit status after Ctrl-C and `| head`, no traceback."""
 
     @functools.wraps(main)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
         try:
-            return main(*args, **kwargs)
+            try:
+                return main(*args, **kwargs)
+            finally:
+                sys.stdout.flush()  # at Python's exit it would be too late
         except KeyboardInterrupt:
             say("interrupted", error=True)
             return INTERRUPTED
+        except BrokenPipeError:
+            closed = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+            if not closed:
+                raise  # another pipe's
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in closed:
+                os.dup2(nowhere, stream.fileno())
+            return PIPE_CLOSED
 
     return run
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def quiet() -> None:

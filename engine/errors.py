@@ -5,14 +5,51 @@ no credentials and no control characters, whatever it quotes.
 `tasks/` turns these into failed Flyte tasks.
 """
 
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any, Self, TypeVar
+
 from engine.redaction import presentable
+
+_LONGEST_TRACEBACK = 8000  # characters that travel to another process
 
 
 class EngineError(Exception):
-    """Base of all errors raised by HybridFlyte on purpose."""
+    """Base of all errors raised by HybridFlyte on purpose.
+
+    They are pickled by message and attributes, whatever a subclass's constructor takes; the cause
+    travels as the text of its traceback.
+    """
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*(presentable(a) if isinstance(a, str) else a for a in arguments))
+
+    def with_message(self, message: str) -> Self:
+        """The same error, its class and attributes, with another message; raise it from this one.
+
+        Notes stay with this one, which a traceback shows as the cause.
+        """
+        error = _restored(type(self), (presentable(message),))
+        error.__dict__ |= {k: v for k, v in self.__dict__.items() if k != "__notes__"}
+        return error
+
+    def __reduce__(self) -> tuple[Callable[..., EngineError], tuple[object, ...], dict[str, Any]]:
+        state = dict(self.__dict__)
+        if self.__cause__ is not None:
+            text = "".join(traceback.format_exception(self.__cause__))[-_LONGEST_TRACEBACK:]
+            state["__cause__"] = RuntimeError(f"as text\n{presentable(text)}")
+        return _restored, (type(self), self.args), state
+
+
+E = TypeVar("E", bound=EngineError)
+
+
+def _restored(kind: type[E], arguments: tuple[object, ...]) -> E:
+    error = kind.__new__(kind)
+    error.args = arguments
+    return error
 
 
 class ConfigError(EngineError):

@@ -8,7 +8,7 @@ import re
 from importlib.resources import files
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 # Characters that HTML can't contain, and marks that reorder the text around them.
 _UNPRINTABLE = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
@@ -17,7 +17,7 @@ LONGEST = 4000  # characters of one text that a page shows
 
 def environment(package: str) -> Environment:
     """Return the templates of `package`; what they print is made `printable`, then escaped."""
-    return Environment(
+    made = Environment(
         loader=PackageLoader(package),
         autoescape=True,
         finalize=printable,
@@ -25,6 +25,13 @@ def environment(package: str) -> Environment:
         trim_blocks=True,
         undefined=StrictUndefined,
     )
+    made.filters["breakable"] = breakable
+    return made
+
+
+def breakable(name: str) -> Markup:
+    """Let a line break after a separator in a name, and so nowhere within its words."""
+    return Markup(re.sub(r"([/_.])", r"\1<wbr>", str(escape(printable(name)))))
 
 
 def stylesheet() -> Markup:

@@ -18,8 +18,7 @@ from engine.config import DataConfig, EvaluateConfig, PairsConfig, RewardSpec, R
 from engine.data import preference_rows
 from engine.data.decontamination import HeldOut, question_text
 from engine.data.rows import is_filled, normalise, prompt_text
-from engine.data.templates import encode_prompts
-from engine.data.tokenizer import load_tokenizer
+from engine.data.templates import encode_prompts, encode_response
 from engine.dataflows import choose_dataflow
 from engine.errors import DataError, ModelError
 from engine.evaluation.decode import decode_passes
@@ -32,6 +31,7 @@ from engine.rewards import Scorer, resolve_reward
 from engine.rewards.reward_function import declared_components
 from engine.rewards.scorer import ANSWER
 from engine.rollout.protocol import SamplingParams
+from engine.runtime.policy_runtime import open_tokenizer
 
 
 def by_reward_model(config: RLConfig, folder: str) -> RLConfig:
@@ -182,7 +182,7 @@ def rank_rollouts(
     and the scorer raise.
     """
     import_plugins(config.plugins)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
     prompts = encode_prompts(tokenizer, rows["prompt"], "train")
     n, per_prompt, temperature = config.n, config.pairs_a_prompt, config.temperature
     params = SamplingParams(
@@ -197,10 +197,12 @@ def rank_rollouts(
     usable = [[c for c in judged[i : i + n] if is_usable(c)] for i in range(0, len(judged), n)]
     groups = []
     for i, (prompt, completions) in enumerate(zip(rows["prompt"], usable, strict=True)):
-        scores: dict[str, float] = {}  # of equal texts the first
+        scores: dict[str, float] = {}
+        firsts: dict[tuple[int, ...], str] = {}  # of texts that are the same tokens the first
         for completion in completions:
             score = float(completion.correct) if kind == "labels" else completion.score
-            scores.setdefault(completion.text, score)
+            ids = tuple(encode_response(tokenizer, completion.text))
+            scores.setdefault(firsts.setdefault(ids, completion.text), score)
         groups.append(preference_rows.ScoredGroup(prompt, scores, {"row": i}))
     ranked = (
         preference_rows.labels_from_groups(groups, per_group=per_prompt)

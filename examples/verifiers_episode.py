@@ -1,7 +1,7 @@
 """Episodes of `verifiers` (0.4), by its own rollout code: a program for the Python that has it.
 
     VENV/bin/python examples/verifiers_episode.py CONFIG --rows 100 > rows.jsonl
-    rl.rollout.agent.play="VENV/bin/python examples/verifiers_episode.py CONFIG"
+    rl.rollout.agent.play.name="VENV/bin/python examples/verifiers_episode.py CONFIG"
 
 CONFIG is the `env` section of verifiers as JSON, e.g. {"taskset": {"id": "gsm8k-v1"}}. An episode's
 reward is the sum over its traces, whose metrics come beside it. Nothing of this project is needed.

@@ -107,6 +107,28 @@ _builder.enter_conditional_section = _enter_with_new_state
 # Flyte's local cache, of local runs: on a cluster the catalogue is Flyte's, and a stage reports a
 # missing artifact.
 
+_local_cache: Any = LocalTaskCache
+_cached_result = _local_cache.get
+_cached_stages: list[str] = []  # those that a dry run found
+
+
+def _say_cached(task_name: str, *arguments: object) -> object:
+    """Say that a result is taken from the cache, which flytekit does in silence."""
+    found: object = _cached_result(task_name, *arguments)
+    if found is not None and task_name.startswith("tasks."):
+        if is_dry_run():
+            _cached_stages.append(_stage_name(task_name))
+        else:
+            say(f"{_stage_name(task_name)}: cached")
+    return found
+
+
+_local_cache.get = _say_cached
+
+
+def _stage_name(task: str) -> str:
+    return task.rpartition(".")[2].removesuffix("_stage")
+
 
 def evict_missing() -> int:
     """Drop cached results of our tasks whose folders are no longer there; return how many."""
@@ -151,15 +173,12 @@ def is_dry_run() -> bool:
     return os.environ.get(DRY_RUN, "") not in ("", "0")
 
 
+_local_task: Any = PythonTask
+
+
 def _plan_alone() -> None:
     """Let local runs end, with status 0, before the first stage that would be computed."""
-    execute, look_up, cached = PythonTask.sandbox_execute, LocalTaskCache.get, list[str]()
-
-    def get(name: str, *arguments: Any) -> Any:
-        found = look_up(name, *arguments)
-        if found is not None:
-            cached.append(_stage_name(name))
-        return found
+    execute = _local_task.sandbox_execute
 
     def sandbox_execute(task: Any, context: FlyteContext, inputs: Any) -> Any:
         name = _stage_name(task.name)
@@ -168,15 +187,11 @@ def _plan_alone() -> None:
         )
         if name in ("plan", "plan_promotion", "trigger_retraining") or dynamic:
             return execute(task, context, inputs)
-        say(f"cached    {', '.join(cached) or 'nothing'}")
+        say(f"cached    {', '.join(_cached_stages) or 'nothing'}")
         say(f"to do     {name} and what follows it; dry run, nothing is computed")
         sys.exit(0)
 
-    LocalTaskCache.get, PythonTask.sandbox_execute = get, sandbox_execute
-
-
-def _stage_name(task: str) -> str:
-    return task.rpartition(".")[2].removesuffix("_stage")
+    _local_task.sandbox_execute = sandbox_execute
 
 
 if is_dry_run():

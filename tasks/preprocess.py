@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.config import DataConfig, explain
-from engine.console import say
+from engine.console import command_line, say
 from engine.errors import ConfigError, EngineError
 
 _ABOUT = """\
@@ -28,6 +28,7 @@ Exit status: 0; 2 for wrong input.
 """
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; what is wrong with the input is one sentence."""
     parser = argparse.ArgumentParser(

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,30 @@ def test_what_a_page_imports_of_ours_is_there(page: Path) -> None:
                 assert [a.name for a in node.names if not hasattr(module, a.name)] == [], (
                     node.module
                 )
+
+
+def training_commands() -> list[tuple[str, str, str]]:
+    """Page, program and arguments of each `engine.main_*` in a block of shell commands."""
+    return [
+        (page.name, *found)
+        for page in PAGES
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+        for line in block.replace("\\\n", " ").splitlines()
+        for found in re.findall(r"-m engine\.(?:trainer\.)?(main_\w+) (.*)", line)
+    ]
+
+
+def test_settings_of_training_commands_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = training_commands()
+    assert len(commands) > 15
+    for page, program, text in commands:
+        words = [
+            word
+            for word in shlex.split(text, comments=True)
+            if word != "…" and not word.startswith("-") and not word.endswith(".yaml")
+        ]
+        main = importlib.import_module(f"engine.cli.commands.{program}").main
+        assert main([*words, "--print-config"]) == 0, (page, text, capsys.readouterr().err)
 
 
 def test_the_readme_shows_ppo_as_it_is() -> None:

@@ -128,9 +128,6 @@ class EnvironmentFailure(EpisodeError):
         self.cause: FailureCause = cause
         self.traceback_text = traceback_text  # of the environment's own exception, if it raised
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.cause, str(self), self.traceback_text)
-
     @classmethod
     def of(cls, who: str, error: BaseException) -> EnvironmentFailure:
         """The failure of an environment's call that raised."""

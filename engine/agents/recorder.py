@@ -40,9 +40,6 @@ class LimitReached(EpisodeError):
         super().__init__(message)
         self.end: End = end
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.end, str(self))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedTurn:

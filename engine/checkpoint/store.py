@@ -346,6 +346,6 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     try:
         return Checkpoint(chosen.uri, format.verify(chosen))
     except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(
+        raise error.with_message(
             f"{error}; load another checkpoint, or the newest good one under {base}"
         ) from error

@@ -165,6 +165,30 @@ _REWARD_KEYS += [
     f"{s}.{name}" for s in _REWARD_MODELS for name in ("enable", *_REWARD_MODEL_OPTIONS)
 ]
 _KEYWORDS = {f"{section}.reward_kwargs": dict for section in REWARD_FILES}
+# What most people set, in the order of --help.
+_COMMON = ("data.train_files", "data.val_files", "model.path", "model.lora.rank")
+_COMMON_RUN = ("run.default_local_dir", "run.logger", "seed")
+_COMMON_RL = (
+    *("data.max_prompt_length", "data.max_response_length", "rl.trainer.train_batch_size"),
+    *("rl.rollout.n", "rl.rollout.temperature", "rl.rollout.engine"),
+    *("rl.algorithm.adv_estimator", "rl.actor.optim.lr", "rl.actor.ppo_mini_batch_size"),
+    *("rl.actor.use_kl_loss", "rl.reward.name", "custom_reward_function", "run.total_epochs"),
+    *("rl.trainer.total_training_steps", "run.n_gpus_per_node", "run.save_freq"),
+    "rl.trainer.test_freq",
+)
+_COMMON_OFFLINE = (
+    *("optim.lr", "train_batch_size", "epochs", "max_steps", "max_tokens_per_micro_batch"),
+    *("packing", "save_freq", "validate_every"),
+)
+
+
+def _common_offline(section: str, *own: str) -> tuple[str, ...]:
+    """Return what most people set of a training on rows; `own`: only of this one."""
+    training = (f"{section}.{name}" for name in (*own, *_COMMON_OFFLINE))
+    data = ("data.columns", "data.val_size", "data.max_length", "data.too_long")
+    return (*_COMMON, *data, *training, *_COMMON_RUN)
+
+
 PPO = Form(
     "main_ppo",
     settings.RunConfig,
@@ -172,10 +196,25 @@ PPO = Form(
     keys={**dict.fromkeys(_REWARD_KEYS), **_KEYWORDS},
     finish=_finish_ppo,
     complete=settings.fill_layouts,
+    common=(*_COMMON, *_COMMON_RL, *_COMMON_RUN),
 )
-SFT = Form("main_sft", settings.SFTRunConfig, keys=dict.fromkeys(_SFT_KEYS), finish=_finish_sft)
-PREFERENCE = Form("main_preference", settings.PreferenceRunConfig)
-REWARD_MODEL = Form("main_reward_model", settings.RewardModelRunConfig)
+SFT = Form(
+    "main_sft",
+    settings.SFTRunConfig,
+    keys=dict.fromkeys(_SFT_KEYS),
+    finish=_finish_sft,
+    common=_common_offline("sft"),
+)
+PREFERENCE = Form(
+    "main_preference",
+    settings.PreferenceRunConfig,
+    common=_common_offline("preference", "loss", "beta"),
+)
+REWARD_MODEL = Form(
+    "main_reward_model",
+    settings.RewardModelRunConfig,
+    common=_common_offline("reward_model", "head"),
+)
 
 
 def check_names(config: settings.RunConfig | settings.OfflineRunConfig) -> None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
+from engine.checkpoint.run_lock import hold_lock
 from engine.cli import run_folder
 from engine.cli.rl_run import open_log
 from engine.cli.settings import (
@@ -22,17 +23,15 @@ from engine.cli.settings import (
 from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data import training_examples
-from engine.data.collate import SFTExample
-from engine.data.tokenizer import load_tokenizer
+from engine.data.training_examples import AnyExample
 from engine.errors import ConfigError, DataError
 from engine.models import resolve_dtype, resolve_lora, text_config, vocabulary_and_context
 from engine.parallel.layout import Layout
-from engine.runtime.policy_runtime import StartModel
+from engine.runtime.policy_runtime import StartModel, open_tokenizer
 from engine.trainers import auto_placement, preference_learning
 from engine.trainers.offline import SFTTrainer, is_on_ray, total_steps
 from engine.workers.algorithm_options import check_preference_training
 
-AnyExample = training_examples.PreferenceExample | training_examples.StepExample | SFTExample
 E = TypeVar("E", bound=AnyExample)
 
 _METHODS: dict[str, tuple[str, Any]] = {  # what is said of a kind of training, and its trainer
@@ -52,7 +51,7 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     training, model = config.training, config.model
     if isinstance(config, PreferenceRunConfig):
         check_preference_training(config.preference)
-    tokenizer = load_tokenizer(model.path)
+    tokenizer = open_tokenizer(model.path)
     train, validation = _read(config, tokenizer)
     name, steps = training.section, total_steps(training, len(train))
     method, trainer_class = _METHODS[_kind(config)]
@@ -74,9 +73,10 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     pad = int(tokenizer.pad_token_id or 0)
     with (
         run_folder.error_details_file(folder),
+        hold_lock(checkpoints),
         ray_session("ray" if is_on_ray(training) else "local"),
         trainer_class(start, pad, training, seed=config.seed, start=model.path) as trainer,
-        open_log(config, folder, resumes=any(checkpoints.glob("step_*"))) as log,
+        open_log(config, folder, checkpoints) as log,
     ):
         started = time.monotonic()
 
@@ -132,13 +132,7 @@ def _plan_lines(config: OfflineRunConfig, train: Sequence[AnyExample], steps: in
 
 def _lengths(example: AnyExample) -> list[int]:
     """Count the tokens of an example's rows."""
-    if isinstance(example, SFTExample):
-        responses: Sequence[list[int]] = [example.response_ids]
-    elif isinstance(example, training_examples.StepExample):
-        responses = [example.completion_ids]
-    else:
-        responses = example.responses
-    return [len(example.prompt_ids) + len(response) for response in responses]
+    return [len(example.prompt_ids) + len(response) for response in example.responses]
 
 
 def _kind(config: OfflineRunConfig) -> str:

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from engine import models
+from engine.checkpoint.run_lock import hold_lock
 from engine.cli import rl_run, run_folder
 from engine.cli.program import config_text
 from engine.cli.settings import RunConfig
@@ -21,10 +23,9 @@ from engine.data.chat_template import with_template_variables
 from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
 from engine.data.row_files import data_files, read_file_rows
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError, PlacementError
-from engine.models import resolve_lora, text_config, vocabulary_and_context
 from engine.models.loading import check_overrides, link_model
+from engine.runtime.policy_runtime import open_tokenizer
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.storage.json_rows import Row
 from engine.trainers import auto_placement, run_spec
@@ -77,7 +78,10 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
 
 def _prepare(config: RunConfig, model: str) -> tuple[RunConfig, Prompts]:
     """Read the prompts, and turn `run.total_epochs` into steps, if it is given."""
-    prompts = read_prompts(config, load_tokenizer(model), vocabulary_and_context(model)[1])
+    tokenizer, context = open_tokenizer(model), models.vocabulary_and_context(model)[1]
+    prompts, data = read_prompts(config, tokenizer, context), config.data
+    longest = rl_run.prompt_room(config.rl, prompts.longest, data.max_prompt_length)
+    models.check_context(longest, data.max_response_length, context)
     if config.run.total_epochs is None:
         return config, prompts
     rows = config.run.total_epochs * len(prompts.loader)
@@ -180,7 +184,8 @@ def run(config: RunConfig) -> Path:
     checkpoints = run_folder.checkpoint_folder(folder, config.run.resume_mode)
     with (
         run_folder.error_details_file(folder),
-        rl_run.open_log(config, folder, resumes=any(checkpoints.glob("step_*"))) as log,
+        hold_lock(None if config.run.val_only else checkpoints),  # before anything is logged
+        rl_run.open_log(config, folder, checkpoints) as log,
         rl_run.placed(config.rl) as rl,
     ):
         config = _with_gpus(config.replaced({"rl": rl}))
@@ -277,8 +282,8 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         check_overrides(model, config.model.override_config)
     config, prompts = _prepare(config, model)
     rl = run_spec.resolve_placement(config.rl)
-    lora = resolve_lora(model, config.model.lora)
-    check_layouts(rl, lora, text_config(model))
+    lora = models.resolve_lora(model, config.model.lora)
+    check_layouts(rl, lora, models.text_config(model))
     yield config_text(config).rstrip()
     yield ""
     trainer = rl.trainer

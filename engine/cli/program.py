@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -19,7 +20,7 @@ from engine.cli.resolve import Form, resolve_file
 from engine.cli.run_folder import INPUT_ERRORS, short_message
 from engine.cli.settings import OfflineRunConfig, RunConfig
 from engine.config.text import PRESET, as_yaml, config_path, sections, summary
-from engine.console import INTERRUPTED, quiet, say
+from engine.console import INTERRUPTED, command_line, quiet, say
 from engine.errors import ConfigError, EngineError, PreemptedError
 
 C = TypeVar("C", bound=BaseModel)
@@ -38,6 +39,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
+@command_line
 def run_program(
     form: Form[C],
     usage: str,
@@ -85,7 +87,7 @@ def _run_form(
     options: Mapping[str, dict[str, Any]],
 ) -> None:
     parser = ArgumentParser(f"python -m engine.{form.program}", add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-h", "--help", nargs="?", const="")
     parser.add_argument("settings", nargs="*")
     for name in ("--config", "--config-path", "--config-name"):
         parser.add_argument(name)
@@ -94,8 +96,8 @@ def _run_form(
     for name, keywords in options.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
     chosen = parser.parse_intermixed_args(arguments)
-    if chosen.help:
-        print(help_text(form, usage))
+    if chosen.help is not None:
+        print(help_text(form, usage, chosen.help))
         return
     file, settings = _config_file(chosen)
     verls = getattr(chosen, "verl_defaults", False)
@@ -108,7 +110,7 @@ def _run_form(
     try:
         run(resolved.config, chosen)
     except EngineError as error:
-        raise type(error)(resolved.with_typed_keys(str(error))) from error
+        raise error.with_message(resolved.with_typed_keys(str(error))) from error
 
 
 def _config_file(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
@@ -139,37 +141,73 @@ def _config_file(options: argparse.Namespace) -> tuple[Path | None, list[str]]:
 
 
 WIDTH, INDENT = 100, 56  # of --help
+ALL = "all"
+_SEARCH = """\
+These are {shown} of {known} keys. --help WORD (lr, kl, vllm, …) searches names and meanings; --help
+all prints all of them. What a run has, with your own settings in place: --print-config
+"""
 
 
-def help_text(form: Form[Any], usage: str) -> str:
-    """Return the usage, all sections with keys, defaults and meanings, and unsupported keys."""
+def help_text(form: Form[Any], usage: str, word: str = "") -> str:
+    """Return the usage and the keys of `form.common`, or all that have `word`; "all": everything.
+
+    Raises ConfigError for a word that none has.
+    """
+    found = list(_help_sections(form))
+    if not word:
+        known = {path: (head, about) for _, rows in found for path, head, about in rows}
+        width = WIDTH - INDENT
+        lines = [
+            _entry(head, textwrap.shorten(about, width, placeholder=" …"))
+            for head, about in map(known.__getitem__, form.common)
+        ]
+        usage = usage.rstrip().rpartition("\n\n")[0]  # without what is good to know later
+        return "\n".join(
+            [usage, "", *lines, "", _SEARCH.format(shown=len(lines), known=len(known))]
+        )
+    parts = [usage] if word == ALL else []
+    for heading, rows in found:
+        shown = [
+            _entry(head, about)
+            for path, head, about in rows
+            if word in (ALL, heading) or word.lower() in f"{path} {head} {about}".lower()
+        ]
+        if shown:
+            parts.append("\n".join([heading, *shown, ""]))
+    if not parts:
+        close = difflib.get_close_matches(word, form.known, 1, 0.5)
+        hint = f"did you mean {close[0]}?" if close else "--help all lists all keys"
+        raise ConfigError(f"--help {word}: no key has that in its name or meaning; {hint}")
+    return "\n".join(parts)
+
+
+def _help_sections(form: Form[Any]) -> Iterator[tuple[str, list[tuple[str, str, str]]]]:
+    """Yield each section's heading, with path, key and default, and meaning of its settings."""
     names: dict[str, tuple[str, str]] = {}  # by path: the first key of the table, and its note
     for name, key in form.table.settings.items():
         if len(key.paths) == 1:
             names.setdefault(key.paths[0], (name, key.note))
-    parts = [usage]
     for path, model, settings in sections(form.config):
         rows = []
         for setting in settings:
             name, note = names.get(setting.path, (setting.path.removeprefix(form.prefix), ""))
             about = "; ".join(filter(None, (setting.about, note)))
-            rows.append(_entry(f"{name} = {setting.default}", about))
+            rows.append((setting.path, f"{name} = {setting.default}", about))
         if rows:
-            parts.append("\n".join([f"{path or 'top level'}: {summary(model)}", *rows, ""]))
+            yield f"{path or 'top level'}: {summary(model)}", rows
     if form.config is RunConfig:
         about = "File, function, its arguments: rl.reward"
-        rows = [_entry(f"{name}.path, .name, .reward_kwargs", about) for name in REWARD_FILES]
+        rows = [(n, f"{n}.path, .name, .reward_kwargs", about) for n in REWARD_FILES]
         about = "A sequence-classification folder: rl.reward"
-        rows.append(_entry("reward_model.enable, .model.path", about))
-        parts.append("\n".join(["reward from a file:", *rows, ""]))
-    rows = ["verl's keys that have no effect here, or only some values (null: any)"]
+        rows.append(("reward_model", "reward_model.enable, .model.path", about))
+        yield "reward from a file:", rows
+    rows = []
     for entry in form.table.unsupported:
         only = f" (only {', '.join(map(as_yaml, entry.accepted))})" if entry.accepted else ""
         kind = "rejected" if entry.rejected else "no effect"
-        rows.append(_entry(entry.pattern + only, f"{kind}: {entry.reason}"))
-    if rows[1:]:
-        parts.append("\n".join([*rows, ""]))
-    return "\n".join(parts)
+        rows.append((entry.pattern, entry.pattern + only, f"{kind}: {entry.reason}"))
+    if rows:
+        yield "verl's keys that have no effect here, or only some values (null: any)", rows
 
 
 def _entry(head: str, about: str) -> str:
@@ -196,11 +234,10 @@ python -m engine.{program} [FILE.yaml] [--dry-run] [--print-config] [key=value .
                    --config FILE
   --dry-run        check settings and data, say what would be done, and exit
   --print-config   print the configuration as --config reads it, and exit
-  --help           print this, and exit
+  --help [WORD]    print this, or the keys that have WORD in name or meaning, and exit
 
 Values are YAML: true, 1e-6, [a,b], null (the default). The defaults are made for small models: give
 a pretrained one its own learning rate. docs/preference.md says which method fits which data.
-
 Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C; 143 for SIGTERM.
 """
 

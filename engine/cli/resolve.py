@@ -170,6 +170,7 @@ class Form(Generic[C]):
     finish: Callable[[Resolved[C]], None] = lambda resolved: None
     complete: Callable[[C], tuple[C, list[str]]] = lambda config: (config, [])  # with notices
     more_sections: tuple[str, ...] = ()  # of the table, whose names hold as well
+    common: tuple[str, ...] = ()  # paths of what most people set, which --help begins with
 
     @cached_property
     def table(self) -> KeyTable:
@@ -345,7 +346,7 @@ def resolve_pairs(form: Form[C], pairs: Pairs, *, defaults_of_verl: bool = False
     except ValidationError as error:
         raise ConfigError(resolved.with_typed_keys(explain(error))) from None
     except ConfigError as error:
-        raise ConfigError(resolved.with_typed_keys(str(error))) from None
+        raise error.with_message(resolved.with_typed_keys(str(error))) from None
     resolved.notices += map(resolved.with_typed_keys, notices)
     return resolved
 

@@ -26,6 +26,7 @@ from engine.registry import import_plugins
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.samples.sample_files import VALIDATION
 from engine.samples.writer import RolloutLog
+from engine.storage.filesystem import write_atomically
 from engine.storage.json_rows import Row
 from engine.tracking.metric_logs import MetricLogs, open_metric_logs
 from engine.trainers.huggingface_export import resolve_checkpoint, write_policy
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 200  # characters of a text that are printed
+_MLFLOW_RUN = "mlflow_run"  # file with the id of the run, beside the checkpoints
 
 # What the line of a step shows of the metrics that the algorithm at hand measures, and how.
 _FACTS = (
@@ -321,20 +323,27 @@ def headline(config: RLConfig) -> str:
 
 @contextlib.contextmanager
 def open_log(
-    config: RunConfig | OfflineRunConfig, folder: Path, *, resumes: bool
+    config: RunConfig | OfflineRunConfig, folder: Path, checkpoints: Path
 ) -> Iterator[RunLog]:
-    """Open the log for the block; a run in `folder` that resumes goes on in its file of metrics.
+    """Open the log for the block; one with `checkpoints` goes on in its file and its MLflow run.
 
     Raises TrackingError where a tracker can't be reached, before the block.
     """
     output, settings, tracked = config.run, config.model_dump(mode="json"), None
+    resumes, trains = any(checkpoints.glob("step_*")), not getattr(output, "val_only", False)
     with contextlib.ExitStack() as stack:
         if "mlflow" in output.logger:
             from engine.tracking import Tracker
 
             tracker = Tracker(experiment=output.project_name)
             tracker.check()
-            tracked = stack.enter_context(tracker.stage(output.experiment_name, params=settings))
+            known = checkpoints / _MLFLOW_RUN
+            earlier = known.read_text() if resumes and trains and known.is_file() else ""
+            stage = tracker.stage(output.experiment_name, params=settings, earlier_run=earlier)
+            tracked = stack.enter_context(stage)
+            if trains:
+                checkpoints.mkdir(parents=True, exist_ok=True)
+                write_atomically(known, [tracked.run_id.encode()])
         opened = open_metric_logs(
             output.logger,
             folder,

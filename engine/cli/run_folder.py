@@ -44,7 +44,7 @@ def error_details_file(folder: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # a full disk may be the very cause
             path.write_text(presentable("".join(traceback.format_exception(error))))
         where = f" (tracebacks: {path})" if path.exists() else ""
-        raise type(error)(f"{short_message(error)}{where}") from error
+        raise error.with_message(f"{short_message(error)}{where}") from error
 
 
 def local_model(model: str) -> str:

@@ -34,6 +34,7 @@ from engine.models import CriticModel, load_model, save_model, save_tensors
 from engine.models.value_head import classifier_of, classifier_tensors
 from engine.rewards.reward_function import register_reward
 from engine.runtime import HybridActor
+from engine.runtime.policy_runtime import open_tokenizer
 from engine.trainers import rl
 from engine.trainers.run_spec import run_roles
 
@@ -251,7 +252,7 @@ class RLTrainer(rl.RLTrainer):
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer)
         if isinstance(actor, str | Path):
-            return str(actor), dtype, tokenizer or load_tokenizer(actor)
+            return str(actor), dtype, tokenizer or open_tokenizer(actor)
         tokenizer = tokenizer or getattr(actor, "tokenizer", None)
         if isinstance(actor, HybridActor):
             if actor._sharded is not None:

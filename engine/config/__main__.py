@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from engine.config.pipeline import PipelineConfig
 from engine.config.text import markdown
+from engine.console import command_line
 
 
-def main() -> None:
+@command_line
+def main() -> int:
     parser = argparse.ArgumentParser("python -m engine.config", description=__doc__)
     parser.add_argument("--json-schema", action="store_true", help="the schema, for editors")
     if parser.parse_args().json_schema:
         print(json.dumps(PipelineConfig.model_json_schema(), indent=1))
     else:
         print(markdown(), end="")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

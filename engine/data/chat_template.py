@@ -139,7 +139,7 @@ def refusals(tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[None]:
     try:
         yield
     except EngineError as error:
-        raise type(error)(f"{where}: {error}") from error
+        raise error.with_message(f"{where}: {error}") from error
     except TemplateSyntaxError as error:
         raise ModelError(
             f"the chat template of the tokenizer {name!r} is no valid template (line "

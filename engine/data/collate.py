@@ -26,6 +26,10 @@ class SFTExample:
     response_ids: list[int]  # ends with the end token, e.g. [21, 30, 1]
     learned: list[bool] | None = None  # of each of its tokens; None: all are
 
+    @property
+    def responses(self) -> tuple[list[int]]:
+        return (self.response_ids,)
+
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Group row indices so that rows × longest row ≤ `max_tokens`; every row comes once.

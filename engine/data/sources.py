@@ -31,6 +31,9 @@ from engine.storage.json_rows import Row
 ARITHMETIC = "arithmetic"  # the source that reads nothing
 
 
+SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
+
+
 @dataclass(frozen=True, slots=True)
 class Splits:
     """All rows of a run. SFT rows have prompt, response, extra_info; the others are RL rows."""

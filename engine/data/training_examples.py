@@ -6,6 +6,7 @@ A preference is two rows of a batch with one prompt, which a packed forward pass
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
@@ -13,17 +14,20 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 
-from engine.batch import Batch
+from engine.batch import Batch, check_token_ids
 from engine.config import RowsConfig
 from engine.data import templates
 from engine.data.chat_template import Message, refusals, with_template_variables
 from engine.data.collate import SFTExample, collate_completions
-from engine.data.preference_rows import Kind, Said, read_preference_rows
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from engine.data.preference_rows import Kind, Said
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,14 @@ class StepExample:
     ends: list[int]  # index of each step's last token in completion_ids, e.g. [0, 7]
     labels: list[bool]  # of each step, whether it is right
 
+    @property
+    def responses(self) -> tuple[list[int]]:
+        return (self.completion_ids,)
+
 
 PreferenceExample = PairExample | LabelledExample
-E = TypeVar("E", bound=SFTExample | PreferenceExample | StepExample)
+AnyExample = SFTExample | PreferenceExample | StepExample
+E = TypeVar("E", bound=AnyExample)
 TrainOn = Literal["all", "last"]
 
 
@@ -89,8 +98,10 @@ def read_sft_examples(
 
     `prompt` is text or chat messages, `response` text or the assistant's message. Of `messages`, a
     conversation, all turns of the assistant are learned, or the last; `tools` are shown with both.
-    Raises DataError, in a sentence, for bad rows.
+    Raises DataError, in a sentence, for bad rows, and ModelError for a tokenizer without end token.
     """
+
+    templates.end_token_id(tokenizer)  # else every row would be refused for it
 
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> list[SFTExample]:
         if "messages" not in row:
@@ -151,8 +162,11 @@ def read_preferences(
 ) -> list[PreferenceExample]:
     """Read and encode the pairs, or labelled completions, of files, folders, s3://… or hf://….
 
-    >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
+    Examples:
+        >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
     """
+
+    templates.end_token_id(tokenizer)
 
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PreferenceExample:
         if "label" in row:
@@ -160,6 +174,7 @@ def read_preferences(
             return LabelledExample(prompt, completion, row["label"])
         prompt, chosen, _ = _turn(tokenizer, row, row["chosen"], where)
         _, rejected, _ = _turn(tokenizer, row, row["rejected"], where)
+        _check_differ(chosen, rejected, where)
         return PairExample(prompt, chosen, rejected, row["margin"])
 
     return _read(path, tokenizer, kind, encode, **options)
@@ -177,11 +192,10 @@ def read_reward_pairs(
         chosen, rejected = (
             _conversation(tokenizer, row, row[side], where) for side in ("chosen", "rejected")
         )
+        _check_differ(chosen, rejected, where)
         longest = min(len(chosen), len(rejected)) - 1
-        if chosen == rejected or longest < 1:
-            raise DataError(
-                f"{where}: both conversations are the same tokens, or too few; remove it"
-            )
+        if longest < 1:
+            raise DataError(f"{where}: one of its conversations is too short; remove the row")
         shared = max(1, min(longest, _common(chosen, rejected)))
         return PairExample(chosen[:shared], chosen[shared:], rejected[shared:], row["margin"])
 
@@ -240,10 +254,14 @@ def _read_each(
     too_long: str = "fail",
 ) -> list[E]:
     """Encode the rows of all files; DataError for long ones unless they are dropped."""
+    from engine.data.preference_rows import read_preference_rows  # pandas; rows in memory need none
+
     config = config or RowsConfig()
     tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
     examples: list[E] = []
     for file in read_preference_rows([path] if isinstance(path, str) else path, config, kind):
+        for note in file.notes:
+            _log.warning("%s", note)
         numbered = [
             (number, example)
             for row, number in zip(file.rows, file.numbers, strict=True)
@@ -263,13 +281,37 @@ def _read_each(
     return examples
 
 
-def _length(example: SFTExample | PreferenceExample | StepExample) -> int:
+def _length(example: AnyExample) -> int:
     """Tokens of the longer row that an example makes."""
-    if isinstance(example, SFTExample):
-        return len(example.prompt_ids) + len(example.response_ids)
-    if isinstance(example, StepExample):
-        return len(example.prompt_ids) + len(example.completion_ids)
     return len(example.prompt_ids) + max(map(len, example.responses))
+
+
+def check_examples(examples: Sequence[AnyExample], vocabulary: int, name: str) -> None:
+    """Raise, for examples of a caller's own, what rows of files are refused for; `name`: theirs.
+
+    ModelError for a token that the model doesn't have, DataError for a pair of equal responses and
+    for `learned` of another length than its response.
+    """
+    for i, example in enumerate(examples):
+        for ids in (example.prompt_ids, *example.responses):
+            check_token_ids(f"{name} {i}", ids, vocabulary)
+        if isinstance(example, PairExample):
+            _check_differ(*example.responses, f"{name} {i}")
+        if isinstance(example, SFTExample) and example.learned is not None:
+            values, tokens = len(example.learned), len(example.response_ids)
+            if values != tokens:
+                raise DataError(
+                    f"{name} {i} has {values} values of 'learned' for {tokens} tokens of its "
+                    "response; give one for each token, or None"
+                )
+
+
+def _check_differ(chosen: list[int], rejected: list[int], where: str) -> None:
+    if chosen == rejected:
+        raise DataError(
+            f"{where}: 'chosen' and 'rejected' are the same tokens, which tells nothing apart; "
+            "remove it"
+        )
 
 
 def _turn(

@@ -25,7 +25,7 @@ from engine.controller.launch import launch, ray_session
 from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.errors import ConfigError, PlacementError
-from engine.models import text_config
+from engine.models import check_context, text_config, vocabulary_and_context
 from engine.parallel.layout import Layout, ModelShape, check_layout
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
 from engine.rollout.protocol import SamplingParams, engine_capabilities
@@ -194,10 +194,12 @@ def decode_passes(
     rows = {**(columns or {}), "prompt_ids": list(prompts)}
     batch = Batch({"group_ids": torch.arange(first_prompt, first_prompt + len(prompts))}, rows)
     room = max(longest_prompt, max_prompt_length * config.runs_episodes, *map(len, prompts))
+    longest = max(params.max_new_tokens for params in passes)
+    check_context(room, longest, vocabulary_and_context(folder)[1])
     options: dict[str, object] = {
         "model_path": str(folder),
         "engine": config.engine,
-        "max_model_len": room + max(params.max_new_tokens for params in passes),
+        "max_model_len": room + longest,
         "seed": passes[0].seed,
         "tp": layout.tp,
     }

@@ -20,7 +20,6 @@ from engine.config import EvaluateConfig
 from engine.data.collate import collate_prompts
 from engine.data.rows import answered_messages
 from engine.data.templates import encode_prompts, turn_text
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.evaluation.decode import Answer, decode_passes
 from engine.evaluation.results import Judged, ModelName, build_rows, problem_rows
@@ -29,6 +28,7 @@ from engine.registry import import_plugins
 from engine.rewards import Scorer
 from engine.rewards.answers import ENVIRONMENT
 from engine.rollout.protocol import SamplingParams
+from engine.runtime.policy_runtime import open_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -139,7 +139,7 @@ def evaluate_model(
     sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
     frame = _joined(sets)
     import_plugins(config.plugins)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
     longest = max(map(len, prompts))
     table = problem_rows(sets)
@@ -175,7 +175,7 @@ def answer_greedily(
     """Decode each problem greedily alone, as `evaluate_model` does, and judge it; set by set."""
     frame = _joined(problems)
     import_plugins(config.plugins)
-    tokenizer = load_tokenizer(folder)
+    tokenizer = open_tokenizer(folder)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
     questions, scored = scorer_inputs(frame, prompts)
     params = SamplingParams(max_new_tokens=max_response_length, temperature=0.0, seed=seed)

@@ -336,7 +336,7 @@ def compare_sets(
         try:
             comparison = summarise(*tables, statistics)
         except DataError as error:
-            raise DataError(f"evaluation set {name}: {error}") from error
+            raise error.with_message(f"evaluation set {name}: {error}") from error
         compared.append(EvaluatedSet(name, comparison, breakdown(*tables, statistics), count))
     return compared
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import sys
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.tree import Tree
 
-from engine.console import exit_130_on_ctrl_c, say
+from engine.console import command_line, say
 from engine.errors import EngineError
 from engine.lineage.audit import Audit, audit
 from engine.lineage.compare import ArtifactComparison, MetricChange, compare, lines
@@ -164,7 +163,7 @@ REFERENCE = (
 STATUS = "exit status: 0 fine; 1 something is missing, unreadable or not as recorded; 2 wrong usage"
 
 
-@exit_130_on_ctrl_c
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -177,9 +176,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineError as error:
         say(f"error: {error}", error=True)
         return 1
-    except BrokenPipeError:  # `… | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def _keygen(file: str) -> int:

@@ -255,12 +255,21 @@ def _require_whole_index(folder: Path, setting: str) -> None:
 
 
 def check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Raise ModelError when the tokenizer can emit ids that the embedding does not have."""
-    if len(tokenizer) > vocab_size:
-        raise ModelError(
-            f"the tokenizer has {len(tokenizer)} tokens but the model in {where} has an embedding "
-            f"of {vocab_size}; use the tokenizer that belongs to the model, or resize the embedding"
-        )
+    """Raise ModelError when the tokenizer can emit ids that the embedding does not have.
+
+    A special token beyond it counts where the chat template or an attribute such as `eos_token` has
+    it: Gemma 3's tokenizer has one for images that its text models lack, and no text becomes it.
+    """
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    template = str(tokenizer.chat_template or "")
+    for text, i in tokenizer.get_vocab().items():
+        if i >= vocab_size and (i not in special or i in named or text in template):
+            raise ModelError(
+                f"the tokenizer has the token {text!r} with id {i}, but the model in {where} has "
+                f"an embedding of {vocab_size}; use the tokenizer that belongs to the model, or "
+                "resize the embedding"
+            )
 
 
 def check_context(prompt_tokens: int, response_tokens: int, context: int) -> None:

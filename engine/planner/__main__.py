@@ -10,14 +10,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.console import exit_130_on_ctrl_c, quiet, say
+from engine.console import command_line, quiet, say
 from engine.errors import EngineError
 from engine.planner import Cluster, Machine, explain
 from engine.planner.resources import GB, GIB, gpu, gpu_of
 from engine.storage.filesystem import pin_revision
 
 
-@exit_130_on_ctrl_c
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; return 0, or 2 with one sentence where there is none."""
     options = _parser().parse_args(arguments)

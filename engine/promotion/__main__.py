@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from engine.console import exit_130_on_ctrl_c, say
+from engine.console import command_line, say
 from engine.errors import EngineError
 from engine.lineage.lookup import open_registry
 from engine.promotion.champions import WAIT_SECONDS, Champions, LockTimeouts
@@ -20,7 +20,7 @@ from engine.promotion.champions import WAIT_SECONDS, Champions, LockTimeouts
 STATUS = "exit status: 0 done; 1 refused or no answer, and nothing was moved; 2 wrong usage"
 
 
-@exit_130_on_ctrl_c
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = _parser()

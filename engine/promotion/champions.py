@@ -70,7 +70,7 @@ def require_intact_copy(
             if trusted is not None and (fault := read_manifest(copy).signature_fault(trusted)):
                 raise LineageError(fault)
         except LineageError as error:
-            raise LineageError(f"{error}; nothing was moved") from error
+            raise error.with_message(f"{error}; nothing was moved") from error
 
 
 def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:

@@ -574,12 +574,13 @@ class RewardProcess(RewardScorer):
             while not rows.keys() <= results.keys():
                 message: Any = self._process.receive(min(deadline, time.monotonic() + patience_s))
                 if isinstance(message, ProcessEnded):
-                    return RewardFailure(
+                    lost = RewardFailure(
                         "crashed",
                         f"the process of reward {self.name!r} {message.how} while it scored "
                         f"{counted(max(map(len, rows.values())))}",
-                        message.stderr,
                     )
+                    lost.__cause__ = RuntimeError(message.stderr) if message.stderr else None
+                    return lost
                 key, result = message
                 if result is not None:
                     results[key] = result

@@ -25,7 +25,6 @@ import functools
 import inspect
 import math
 import reprlib
-import traceback
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,23 +45,15 @@ Cause: TypeAlias = Literal[
     "raised", "deadline", "malformed", "not_finite", "not_applicable", "crashed"
 ]
 NOT_APPLICABLE = math.nan  # the value of a component that doesn't apply to a row
-_LONGEST_TRACEBACK = 8000  # characters
 _LARGEST = 3.4028234e38  # of float32, in which scores travel
 
 
 class RewardFailure(RewardError):
     """Why a completion has no score; `__cause__` is the reward's own exception, if it raised."""
 
-    def __init__(self, cause: Cause, message: str, traceback_text: str = "") -> None:
+    def __init__(self, cause: Cause, message: str) -> None:
         super().__init__(message)
         self.cause: Cause = cause
-        if traceback_text:
-            self.__cause__ = RuntimeError(f"in another process\n{traceback_text}")
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raised = self.__cause__
-        text = "" if raised is None else "".join(traceback.format_exception(raised))
-        return type(self), (self.cause, str(self), text[-_LONGEST_TRACEBACK:])
 
 
 @dataclass(slots=True)
@@ -278,7 +269,7 @@ def register_row_reward(
                     value = function(completion, truth, **options, **own)
                     scores.append(None if value is None else float(value))
                 except RewardError as error:
-                    raise RewardError(f"row {row}: {error}") from None
+                    raise error.with_message(f"row {row}: {error}") from None
             return scores
 
         return register_reward(name, row_options=row_options, **details)(reward)

@@ -19,6 +19,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from engine.batch import check_token_ids
 from engine.config import RolloutConfig
 from engine.errors import ConfigError, RolloutError
 from engine.registry import Registry
@@ -288,14 +289,17 @@ def resolve_max_model_len(requested: int | None, context: int | None) -> int:
 def check_request(
     prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int, vocabulary: int
 ) -> None:
-    """Raise RolloutError for a request that can't be decoded, before anything is computed."""
+    """Raise RolloutError or ModelError for what can't be decoded, before anything is computed."""
     check_params(params)
     for index, prompt in enumerate(prompts):
         check_prompt(f"prompt {index}", prompt, max_model_len, vocabulary)
 
 
 def check_prompt(name: str, prompt: Sequence[int], max_model_len: int, vocabulary: int) -> None:
-    """Raise RolloutError for a prompt that can't be completed; the message calls it `name`."""
+    """Raise RolloutError for a prompt that can't be completed; the message calls it `name`.
+
+    And ModelError for a token that the model doesn't have.
+    """
     if len(prompt) == 0:
         raise RolloutError(f"{name} is empty; give it at least one token, such as the BOS token")
     if len(prompt) >= max_model_len:
@@ -304,17 +308,7 @@ def check_prompt(name: str, prompt: Sequence[int], max_model_len: int, vocabular
             f"in max_model_len={max_model_len}; shorten or filter it "
             f"(data.max_prompt_length), or use a model with a longer context"
         )
-    check_tokens(name, prompt, vocabulary)
-
-
-def check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
-    """Raise RolloutError if one of `tokens` (at least one) is not in the model's vocabulary."""
-    low, high = min(tokens), max(tokens)
-    if low < 0 or high >= vocabulary:
-        raise RolloutError(
-            f"{name} has token id {low if low < 0 else high} outside the model's "
-            f"vocabulary of {vocabulary}; use the tokenizer the model was trained with"
-        )
+    check_token_ids(name, prompt, vocabulary)
 
 
 def check_params(params: SamplingParams) -> None:

@@ -16,9 +16,9 @@ from typing import Literal, Protocol, TypedDict
 
 import torch
 
-from engine.batch import Batch
+from engine.batch import Batch, check_token_ids
 from engine.errors import ConfigError, RolloutError
-from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams, check_tokens
+from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
 
 KvOnUpdate = Literal["keep", "recompute"]
 
@@ -205,7 +205,7 @@ def parts_to_sample(
             )
         if set(part.token_ids) & set(params.stop_token_ids):
             raise RolloutError(f"{name} holds a stop token, so it has ended; don't resume it")
-        check_tokens(name, [*part.token_ids, prompt_ids[0]], vocabulary)
+        check_token_ids(name, [*part.token_ids, prompt_ids[0]], vocabulary)
     return sorted(resume.completions, key=lambda part: part.completion_index)
 
 

@@ -201,6 +201,18 @@ def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.data for name, tensor in named.items()}
 
 
+def open_tokenizer(path: str | Path, setting: str = "model.path") -> PreTrainedTokenizerBase:
+    """Load a model's own tokenizer; ModelError unless the folder is whole and the two fit.
+
+    Every entry point that is given a model begins with this, before it reads data.
+    """
+    models.require_model_folder(path, setting)
+    vocabulary, _ = models.vocabulary_and_context(path)
+    tokenizer = load_tokenizer(path)
+    models.check_vocabulary(vocabulary, tokenizer, str(path))
+    return tokenizer
+
+
 @dataclass(frozen=True, slots=True)
 class StartModel:
     path: str  # folder or hub id

@@ -80,7 +80,7 @@ class RolloutPeers:
             raise problem
         for rank, other in enumerate(problems):
             if other is not None:
-                raise type(other)(f"rank {rank} of {len(problems)}: {other}")
+                raise other.with_message(f"rank {rank} of {len(problems)}: {other}") from other
 
     def any_rank(self, flag: bool) -> bool:
         return any(self._gather(flag))

@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from engine.console import display_path, exit_130_on_ctrl_c, say
+from engine.console import command_line, display_path, say
 from engine.errors import ConfigError, EngineError, StorageError
 from engine.samples.sample_files import PAGE, SampleFolder, find_samples
 from engine.samples.viewer import page_of
 from engine.storage.filesystem import is_remote, write_atomically
 
 
-@exit_130_on_ctrl_c
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m engine.samples",

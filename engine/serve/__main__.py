@@ -20,7 +20,7 @@ from typing import NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from engine.console import INTERRUPTED, human_time, quiet, say
+from engine.console import INTERRUPTED, command_line, human_time, quiet, say
 from engine.errors import ConfigError, EngineError, RolloutError
 from engine.openai_api.http_server import listen
 from engine.serve import Identity, resolve
@@ -32,6 +32,7 @@ FAILED, TERMINATED, GIB = 1, 143, 2**30
 _SIGNALS_S = 1.0  # a signal that comes just before a wait is handled after it: no wait is longer
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -141,8 +142,12 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
 
 
 def _resolve(options: argparse.Namespace, scratch: Path) -> tuple[Path, Identity]:
+    from engine.runtime.policy_runtime import open_tokenizer  # loads torch
+
     trusted = trusted_keys() if options.require_signatures else None
-    return resolve(options.model, scratch, options.name, trusted)
+    folder, identity = resolve(options.model, scratch, options.name, trusted)
+    open_tokenizer(folder)
+    return folder, identity
 
 
 def _interruptible(work: Callable[[], T]) -> T:

@@ -18,7 +18,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.data.templates import decode_response, encode_prompts, encode_text, stop_token_ids
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import DataError, ModelError, RolloutError
 from engine.models import load_model, resolve_dtype, text_config
 from engine.openai_api import schema
@@ -26,6 +25,7 @@ from engine.openai_api.schema import Answer, ChatRequest, Completions, RequestEr
 from engine.rollout import protocol
 from engine.rollout.protocol import RolloutEngine, SamplingParams
 from engine.rollout.trainer_model import context_length
+from engine.runtime.policy_runtime import open_tokenizer
 from engine.serve.api_server import SMALL, Accepted
 from engine.serve.fair_decoder import Decoded, Event, FairDecoder, Job
 
@@ -66,7 +66,7 @@ class NativeBackend:
         Its weights are bfloat16 where the hardware computes in it, else float32. Raises ModelError
         for a folder that can't be loaded and ConfigError for a length beyond the model's context.
         """
-        tokenizer, shape = load_tokenizer(folder), text_config(folder)
+        tokenizer, shape = open_tokenizer(folder), text_config(folder)
         model = load_model(folder, resolve_dtype("auto", shape.hidden_size)).eval()
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         torch.nn.Module.to(model, device)  # in place

@@ -37,10 +37,11 @@ from engine.data.incremental_data import (
     sample_replay,
 )
 from engine.data.prepare import CARD, SplitCard, card_html, card_markdown
-from engine.data.sources import Splits
-from engine.data.tokenizer import load_tokenizer, train_tokenizer
+from engine.data.sources import SPLITS, Splits
+from engine.data.tokenizer import train_tokenizer
 from engine.errors import ConfigError, DataError, LineageError, TrackingError
-from engine.models import check_context, check_vocabulary, vocabulary_and_context
+from engine.models import check_context, vocabulary_and_context
+from engine.runtime.policy_runtime import open_tokenizer
 from engine.stages import plan
 from engine.stages.profiles import apply_profile, read_profile
 from engine.stages.settings import (
@@ -58,7 +59,6 @@ from engine.storage.digests import hash_file
 from engine.tracking import Tracker
 from engine.tracking.model_versions import ModelVersion
 
-SPLITS = ("sft_train", "sft_validation", "train", "validation", "test")
 LEDGER = "arrivals.json"
 CLOCK_TOLERANCE = timedelta(minutes=10)  # between the scheduler's clock and this one
 
@@ -159,8 +159,7 @@ def check_contract(splits: Splits) -> None:
 def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTrainedTokenizerBase:
     """Return the start model's tokenizer, checked against its vocabulary, or one trained here."""
     if model_path:
-        tokenizer = load_tokenizer(model_path)
-        check_vocabulary(vocabulary_and_context(model_path)[0], tokenizer, model_path)
+        tokenizer = open_tokenizer(model_path)
     else:
         rows = splits.sft_train
         prompts = [message["content"] for prompt in rows["prompt"] for message in prompt]
@@ -368,7 +367,7 @@ def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Art
         splits = with_new_rows(previous, new_data, settings.retrain, settings.seed)
         check_contract(splits)
         context = vocabulary_and_context(model)[1]
-        facts = write_splits(this, splits, load_tokenizer(model), settings.data, context)
+        facts = write_splits(this, splits, open_tokenizer(model), settings.data, context)
         ledger = [*read_ledger(previous), *new_data.files]
         entries = [f.model_dump() for f in sorted(ledger, key=lambda f: (f.path, f.sha256))]
         (this.folder / LEDGER).write_text(json.dumps({"files": entries}, indent=1) + "\n")

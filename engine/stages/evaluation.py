@@ -16,15 +16,12 @@ from engine.console import Progress, display_path, human_time, points, say, tabl
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.rows import prompt_text
-from engine.data.sources import evaluation_files
-from engine.data.tokenizer import load_tokenizer
+from engine.data.sources import SPLITS, evaluation_files
 from engine.errors import EngineError, LineageError, StorageError
 from engine.evaluation import drift, lm_eval, summary
 from engine.evaluation.comparability import comparable_settings
-from engine.evaluation.decode import uses_ranks
 from engine.evaluation.policy_steps import read_overoptimisation, read_policy_steps
 from engine.evaluation.report_page import Link, Verdict, render_report
-from engine.evaluation.scoring import evaluate_model, share_of
 from engine.lineage import lookup
 from engine.lineage.audit import audit
 from engine.lineage.compare import compare
@@ -33,7 +30,6 @@ from engine.promotion.gate import trained_on
 from engine.redaction import redact
 from engine.rewards import scorer_identity
 from engine.stages import reward_audit
-from engine.stages.dataset import SPLITS
 from engine.stages.fetch import START_MODEL, first_model, trained_by
 from engine.stages.settings import EvaluationSettings, RunContext
 from engine.stages.stage import Artifact, host, ray_for, run_folder, shared, show_facts, stage
@@ -70,6 +66,8 @@ def evaluate(
     audit: of the scorers; the manifest sums it up as `reward_audit`. parts: the tables of
     `evaluate_part` in order; None: both models are decoded here.
     """
+    from engine.evaluation.decode import uses_ranks  # torch takes seconds, and a report needs none
+
     data, config, seed = settings.data, settings.config, settings.seed
     recorded = comparable_settings(data, config, seed)
     with stage("evaluation", run, recorded, on_ray=uses_ranks(config)) as this:
@@ -152,6 +150,8 @@ def evaluate_part(
 
     Joined tables are those of one machine, to the bit where its arithmetic is.
     """
+    from engine.evaluation.decode import uses_ranks
+
     config = settings.config
     with ray_for(uses_ranks(config)):
         say(f"evaluation: part {part + 1} of {config.map_parts} starts")
@@ -168,6 +168,8 @@ def answer_problems(
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, pd.DataFrame]:
     """Return each model's rows, with a progress bar."""
+    from engine.evaluation.scoring import evaluate_model, share_of
+
     data, config = settings.data, settings.config
     share = share_of(sum(map(len, problems.values())), part)
     each = (share.stop - share.start) * (1 + config.samples)
@@ -215,6 +217,8 @@ def harness_metrics(
 
 def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:
     """Say where the problems are from, how many, and how many spell control tokens."""
+    from engine.data.tokenizer import load_tokenizer
+
     rows = [{"prompt": prompt} for prompt in test["prompt"]]
     spelled = rows_spelling_control_tokens(rows, load_tokenizer(model), "escape", "test")
     escaped = f", {len(spelled)} of them with control tokens kept as plain text" * bool(spelled)
@@ -455,8 +459,10 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         f"{'promoted' if decision['promoted'] else 'not promoted'} (why: below)",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
         **({} if facts["warm_start"] else {"start model": facts["start_model"]}),
-        "model": display_path(folders[POLICY]),
         "model's step": facts["policy_step"] or "not recorded",
+    }
+    places = {  # to be copied, so that no column may break them
+        "model": display_path(folders[POLICY]),
         "report (Deck)": display_path(Path(facts["report"])),
         "summary": display_path(path),
         "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",
@@ -468,6 +474,8 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
     kind = "Preference" if facts["trained_by"] == "preference" else "RLHF"
     title = f"{'Agents' if episodes else kind} run {facts['run_id']}"
     table(title, [{"": k, "result": v} for k, v in rows.items()])
+    for name, place in places.items():
+        say(f"{name}: {place}")
     for episode in episodes:
         say(f"episodes: {episode.line()}")
     if "reward_model" in folders:

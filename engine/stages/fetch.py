@@ -16,9 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from engine.config import ModelConfig
 from engine.console import display_path, say
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, LineageError, ModelError, StorageError
-from engine.models import require_model_folder
 from engine.stages.settings import RunContext
 from engine.stages.stage import Artifact, shared, show_facts, stage
 from engine.storage.artifacts import (
@@ -60,6 +58,8 @@ def fetch(run: RunContext, reference: str, name: str) -> Artifact:
 
 def resolve(reference: str, name: str, experiment: str) -> Path:
     """Return the artifact folder of a model; an EngineError says why there is none."""
+    from engine.models import require_model_folder  # torch takes seconds; names need none
+
     if not reference:
         raise ConfigError(f"{name} is empty; give models:/NAME@ALIAS, a folder or an s3:// address")
     if reference.startswith(REGISTERED):
@@ -131,6 +131,8 @@ def publish_start_model(
     run: RunContext, dataset: Artifact, start: ModelConfig, start_digest: str
 ) -> Artifact:
     """Make the start model an artifact, with the dataset's chat template, for `sft.skip`."""
+    from engine.data.tokenizer import load_tokenizer
+
     settings = {"model": start.model_dump(mode="json"), "start_digest": start_digest}
     with stage(START_MODEL, run, settings) as this:
         data = this.load_parent("dataset", dataset)

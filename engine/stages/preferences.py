@@ -21,12 +21,12 @@ from engine.data.preference_rows import Kind
 from engine.data.sources import evaluation_files
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
-from engine.data.training_examples import read_preferences, read_reward_pairs
+from engine.data.training_examples import AnyExample, read_preferences, read_reward_pairs
 from engine.errors import DataError
 from engine.evaluation.decode import uses_ranks
 from engine.models import saved_dtype, vocabulary_and_context
 from engine.preferences import layout_of, rank_rollouts, read_preference_tables
-from engine.runtime.policy_runtime import StartModel
+from engine.runtime.policy_runtime import StartModel, open_tokenizer
 from engine.stages.dataset import write_card
 from engine.stages.evaluation import ranking
 from engine.stages.settings import (
@@ -47,7 +47,7 @@ from engine.trainers.preference_learning import (
 from engine.workers.supervised import uses_reference
 
 SPLITS = ("train", "validation")
-Example = TypeVar("Example")
+Example = TypeVar("Example", bound=AnyExample)
 
 
 def pairs(
@@ -160,7 +160,7 @@ def read_examples(
 ) -> tuple[list[Example], list[Example]]:
     """Encode both splits of `pairs`, the second may be empty, as the policy's tokens."""
     pairs, model = this.inputs["pairs"], this.inputs["policy"]
-    tokenizer, context = load_tokenizer(model), vocabulary_and_context(model)[1]
+    tokenizer, context = open_tokenizer(model), vocabulary_and_context(model)[1]
     files = (pairs / f"{split}.parquet" for split in SPLITS)
     train, validation = (
         read(str(file), tokenizer, max_length=context, too_long=too_long)

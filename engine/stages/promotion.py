@@ -21,7 +21,6 @@ from engine.errors import LineageError, TrackingError
 from engine.evaluation.comparability import require_same_settings
 from engine.evaluation.results import require_problems
 from engine.evaluation.summary import read_problems
-from engine.preferences import ranked_right
 from engine.promotion import champions, gate
 from engine.promotion.champions import Champions
 from engine.promotion.recheck import Recorded, baseline_model, recheck
@@ -227,6 +226,8 @@ def reward_model_promotion(
             )
         trusted = trusted_keys(settings.lineage)
         champions.require_unmodified([source.uri], trusted)
+        from engine.preferences import ranked_right  # torch, which no policy's promotion needs
+
         right = ranked_right(model, held_out)
 
         def judge(tracker: Tracker, former: ModelVersion | None) -> Decision:

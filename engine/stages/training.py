@@ -26,6 +26,7 @@ from engine.data.chat_template import refusals
 from engine.data.loader import PromptLoader
 from engine.data.templates import encode_turn
 from engine.data.tokenizer import load_tokenizer
+from engine.data.training_examples import AnyExample
 from engine.errors import StorageError
 from engine.evaluation.policy_steps import FILE, MODEL, read_overoptimisation
 from engine.parallel.layout import Layout
@@ -127,7 +128,7 @@ def _copy_until(folder: Path, objects: Objects, closed: threading.Event) -> None
             warned = True
 
 
-Example = TypeVar("Example")
+Example = TypeVar("Example", bound=AnyExample)
 SCRATCH = "scratch"  # folder of a stage that is no part of its artifact
 
 

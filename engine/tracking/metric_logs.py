@@ -2,7 +2,7 @@
 
 A metric log gets a row a step, each step once and in order. A process that resumes a run starts
 with an earlier step than the last one logged: the file and TensorBoard drop their rows from that
-step on, and at Weights & Biases each process is a run of its own, as in MLflow.
+step on, and at Weights & Biases each process is a run of its own.
 """
 
 from __future__ import annotations

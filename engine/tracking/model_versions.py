@@ -231,7 +231,7 @@ def require_tagged_content(folder: Path, version: ModelVersion) -> None:
     try:
         facts = _facts(folder)
     except LineageError as error:
-        raise LineageError(f"{what} is damaged: {error}; {way_out}") from error
+        raise error.with_message(f"{what} is damaged: {error}; {way_out}") from error
     if not version.tags.get(ARTIFACT_TAG):
         return
     for tag in (ARTIFACT_TAG, MANIFEST_TAG):

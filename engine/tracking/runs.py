@@ -5,6 +5,10 @@ Flyte retry, a pre-empted attempt), the runs of earlier attempts are moved to ML
 new one begins, so that each step's metrics are there once, and a lost attempt that is still alive
 can't write any more. A parent run with a key is opened again instead. A run that holds the files of
 a registered version stays: `mlflow gc` would delete them with it.
+
+A command line's run (`main_ppo` and others) has no parent, and is opened again by its id when its
+checkpoints are resumed. MLflow can't take back a point, so a step that is done again keeps the
+values that it had.
 """
 
 from __future__ import annotations
@@ -40,10 +44,13 @@ _log = logging.getLogger(__name__)
 class StageRun:
     """An open run. `log_metrics` only appends to a list; a thread sends it every two seconds."""
 
-    def __init__(self, connection: Connection, run_id: str) -> None:
+    def __init__(self, connection: Connection, run_id: str, reopened: bool = False) -> None:
+        """`reopened`: the run has points of an earlier process, which are not sent again."""
         self.run_id = run_id
         self.logged: set[str] = set()  # names of the metrics so far
         self._connection = connection
+        self._reopened = reopened
+        self._last_steps: dict[str, int] = {}  # of an earlier process, by metric
         self._pending: list[Metric] = []
         self._lock = threading.Lock()  # guards _pending
         self._sending = threading.Lock()  # one sender at a time, so that points stay in order
@@ -67,9 +74,19 @@ class StageRun:
         with self._sending:
             while batch := self._pending[:BATCH]:
                 with self._connection.translated("write metrics"):
-                    self._connection.client.log_batch(self.run_id, metrics=batch)
+                    points = [point for point in batch if not self._is_known(point)]
+                    self._connection.client.log_batch(self.run_id, metrics=points)
                 with self._lock:
                     del self._pending[: len(batch)]
+
+    def _is_known(self, point: Metric) -> bool:
+        """Whether an earlier process has logged this metric at this step."""
+        if not self._reopened:
+            return False
+        if point.key not in self._last_steps:
+            history = self._connection.client.get_metric_history(self.run_id, point.key)
+            self._last_steps[point.key] = max((logged.step for logged in history), default=-1)
+        return point.step <= self._last_steps[point.key]
 
     def log_dataset(self, file: Path, name: str, digest: str, uri: str) -> None:
         """Record a Parquet file with the digest of its content as an input; `uri`: its source."""
@@ -144,6 +161,7 @@ KIND_TAG = "hybridflyte.kind"
 STAGE_TAG = "hybridflyte.stage"
 KEY_TAG = "hybridflyte.key"
 ERROR_TAG = "hybridflyte.error"
+CHANGED_TAG = "hybridflyte.changed_settings"  # of a resumed run: MLflow's parameters are for ever
 PARAMETERS_A_CALL = 100
 
 
@@ -192,8 +210,12 @@ class Tracker(ModelRegistry):
         params: Mapping[str, object] | None = None,
         tags: Mapping[str, object] | None = None,
         attempt_key: str = "",
+        earlier_run: str = "",
     ) -> Iterator[StageRun]:
-        """Open a nested run for the block; it ends FINISHED, FAILED, or KILLED by Ctrl-C."""
+        """Open a nested run for the block; it ends FINISHED, FAILED, or KILLED by Ctrl-C.
+
+        `earlier_run` is the id of a run that is opened again, where it is still there.
+        """
         stage_tags = {KIND_TAG: "stage", STAGE_TAG: name, KEY_TAG: attempt_key}
         if parent_run_id:
             stage_tags[PARENT_TAG] = parent_run_id
@@ -202,7 +224,10 @@ class Tracker(ModelRegistry):
                 # Runs that hold the files of a registered version stay.
                 if not self.client.search_model_versions(f"run_id='{run_id}'", max_results=1):
                     self.client.delete_run(run_id)
-            run = StageRun(self, self._create(name, params or {}, {**(tags or {}), **stage_tags}))
+            reopened = bool(earlier_run) and self._reopen(earlier_run, params or {})
+            run_tags = {**(tags or {}), **stage_tags}
+            run_id = earlier_run if reopened else self._create(name, params or {}, run_tags)
+            run = StageRun(self, run_id, reopened)
         try:
             yield run
         except (KeyboardInterrupt, SystemExit):
@@ -221,6 +246,22 @@ class Tracker(ModelRegistry):
             if run_id and self.client.get_run(run_id).info.lifecycle_stage == "active":
                 return run_id
         return otherwise
+
+    def _reopen(self, run_id: str, params: Mapping[str, object]) -> bool:
+        """Open a run again; False where it is gone, or is of another experiment."""
+        if not self.active_run(run_id, ""):
+            return False
+        run = self.client.get_run(run_id)
+        if run.info.experiment_id != self.experiment_id:
+            return False
+        now = parameters(params).items()
+        if changed := {k: v for k, v in now if run.data.params.get(k) != v}:
+            text = tag_texts({CHANGED_TAG: json.dumps(changed)})[CHANGED_TAG]
+            self.client.set_tag(run_id, CHANGED_TAG, text)
+        if ERROR_TAG in run.data.tags:
+            self.client.delete_tag(run_id, ERROR_TAG)
+        self.client.update_run(run_id, status="RUNNING")
+        return True
 
     def _create(
         self,

@@ -111,7 +111,7 @@ def _shape(model_config: PretrainedConfig) -> ModelShape:
     try:
         return ModelShape.of(model_config)
     except ConfigError as error:
-        raise ConfigError(
+        raise error.with_message(
             f"trainer.placement=auto can't price this model: {error}, and trainer.placement=ray"
         ) from error
 

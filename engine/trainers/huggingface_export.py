@@ -114,7 +114,7 @@ def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel
         raise
     except CheckpointError as error:
         what = str(error).partition(";")[0].removeprefix("the checkpoint is of another model: ")
-        raise CheckpointError(other.format(what)) from error
+        raise error.with_message(other.format(what)) from error
     return policy, path, int(values["step"])
 
 

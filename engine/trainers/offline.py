@@ -28,6 +28,7 @@ from engine.controller.launch import launch
 from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.data.collate import SFTExample, collate_completions, pad
+from engine.data.training_examples import AnyExample, check_examples
 from engine.errors import CheckpointError, ConfigError, DataError
 from engine.models import resolve_dtype, text_config
 from engine.parallel.layout import Layout
@@ -107,7 +108,7 @@ def recorded_settings(config: OfflineConfig) -> dict[str, object]:
 
 
 _CHUNK = 1024  # examples of one call to the ranks
-Example = TypeVar("Example")
+Example = TypeVar("Example", bound=AnyExample)
 OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
 
 
@@ -145,6 +146,10 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         section, layout = config.section, Layout.of(config.parallel)
         if isinstance(model, StartModel):
             model = replace(model, dtype=offline_dtype(model.dtype, model.path, config))
+            text = text_config(model.path)
+        else:
+            text = model.config.get_text_config()
+        self._vocabulary = int(text.vocab_size)
         options: Any = {"model": model, "config": config, "seed": seed}
         self._worker: W | None = None
         self._roles: Roles | None = None
@@ -216,12 +221,14 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         With `checkpoint_dir` (a folder or s3://…) a checkpoint is written every `save_freq` steps,
         at the end and on a pre-emption notice (SIGTERM), and training continues from the newest one
         there, or else in `resume_from`, whatever layout wrote it. Raises DataError when there is
-        nothing to train on, EngineError when training diverges, CheckpointError for a checkpoint of
-        other settings or another `start`, LockedCheckpointsError while another run uses the folder,
-        PreemptedError after a notice.
+        nothing to train on, what `check_examples` raises, EngineError when training diverges,
+        CheckpointError for a checkpoint of other settings or another `start`,
+        LockedCheckpointsError while another run uses the folder, PreemptedError after a notice.
         """
         if not train:
             raise DataError(self.no_rows)
+        check_examples(train, self._vocabulary, "training example")
+        check_examples(validation, self._vocabulary, "held-out example")
         total = self.total_steps(len(train))
         with self._own_threads_and_draws(), hold_lock(checkpoint_dir):
             train, validation = self._prepare(train, validation, checkpoint_dir)
@@ -303,7 +310,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             try:
                 self._worker.load_sharded_state(rank_state, [rank_state])
             except CheckpointError as error:
-                raise CheckpointError(f"{checkpoint.folder}: {error}") from error
+                raise error.with_message(f"{checkpoint.folder}: {error}") from error
             set_process_rng(state["process_rng"])
         else:
             self._worker.load_state(checkpoint.folder)

@@ -20,10 +20,10 @@ from engine.config import LoRAConfig, RLConfig
 from engine.controller.launch import launch
 from engine.controller.timeline import Span, write_trace
 from engine.data.loader import PromptLoader
-from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError
 from engine.evaluation import drift
+from engine.runtime.policy_runtime import open_tokenizer
 from engine.storage.json_rows import Row
 from engine.trainers import resume, run_spec, step_metrics
 from engine.trainers.huggingface_export import resolve_checkpoint, start_model_info
@@ -63,6 +63,7 @@ class RLTrainer:
         validation: Sequence[Row] = (),
         on_step: OnStep = lambda step, total, metrics: None,
     ) -> None:
+        self.tokenizer = open_tokenizer(model_path)
         self.spec = spec = plan_run(
             config,
             model_path=str(model_path),
@@ -77,7 +78,6 @@ class RLTrainer:
         self.on_step, self.validation = on_step, validation
         self.on_resume: OnResume = lambda folder, step: None
         self.on_rollouts: OnRollouts = lambda split, step, batch: None
-        self.tokenizer = load_tokenizer(model_path)
         prompts = PromptStream(loader, self.tokenizer)
         source_class = run_spec.rollout_source(self.config.trainer)
         self.algo = Algo(

@@ -12,6 +12,7 @@ from operator import attrgetter
 
 from pydantic import BaseModel
 
+from engine import models
 from engine.agents.agent_runner import check_agent
 from engine.agents.environment_protocol import environment_class
 from engine.algorithms import advantages
@@ -22,7 +23,6 @@ from engine.data.tokenizer import load_tokenizer
 from engine.dataflows import choose_dataflow
 from engine.dataflows.algo import Dataflow, RequiredPasses
 from engine.errors import ConfigError
-from engine.models import require_model_folder, resolve_lora, text_config, vocabulary_and_context
 from engine.registry import import_plugins
 from engine.rewards import Scorer
 from engine.rewards.answers import ENVIRONMENT
@@ -51,7 +51,7 @@ def plan_run(
     """
     dataflow = check_config(config, max_response_length)
     config = run_spec.resolve_placement(config)
-    lora = resolve_lora(model_path, lora or LoRAConfig())
+    lora = models.resolve_lora(model_path, lora or LoRAConfig())
     run_spec.check_lora(lora, config)
     dtype = model_dtype(dtype, model_path, config)
     config = resolve_auto(
@@ -62,7 +62,9 @@ def plan_run(
         max_response_length=max_response_length,
         max_model_len=max_model_len,
     )
-    check_layouts(config, lora, text_config(model_path))
+    check_layouts(config, lora, models.text_config(model_path))
+    context = models.vocabulary_and_context(model_path)[1]
+    models.check_context(max_model_len - max_response_length, max_response_length, context)
     _check_other_models(config, dataflow, model_path, max_model_len)
     needs, roles = run_spec.run_roles(config)
     return run_spec.RunSpec(
@@ -104,7 +106,7 @@ def check_config(config: RLConfig, max_response_length: int | None = None) -> Da
     if "teacher" in dataflow.roles:
         _check_teachers(config)
     if config.critic.model_path and "critic" in dataflow.roles:
-        require_model_folder(config.critic.model_path, "critic.model_path")
+        models.require_model_folder(config.critic.model_path, "critic.model_path")
     for setting, why in unused_settings(config, dataflow):
         raise ConfigError(f"{setting} has no effect {why}; remove it")
     if config.trainer.threads > (os.cpu_count() or 1) * 4:
@@ -144,7 +146,7 @@ def _check_teachers(config: RLConfig) -> None:
             "fsdp and sp go), or take loss=policy_gradient"
         )
     for setting, path in algorithm.teacher_models.items():
-        require_model_folder(path, setting)
+        models.require_model_folder(path, setting)
 
 
 def _compares_whole_vocabularies(config: RLConfig) -> bool:
@@ -356,7 +358,7 @@ def _check_other_models(
         others.append(("critic.model_path", path, "it values the policy's tokens", "critic"))
     for setting, path, why, kind in others:
         _check_tokens(setting, path, model_path, why)
-        context = vocabulary_and_context(path)[1]
+        context = models.vocabulary_and_context(path)[1]
         if context < max_model_len:
             raise ConfigError(
                 f"{setting}={path} reads {context} tokens, and prompt and completion have up to "

@@ -202,7 +202,7 @@ class StatefulWorker(Worker, ABC):
         try:
             values, groups = self._stager.stage(self.state_dict() | {"process_rng": process_rng()})
         except DivergedError as error:
-            raise DivergedError(f"{self._name}: {error}") from error
+            raise error.with_message(f"{self._name}: {error}") from error
 
         def write() -> None:
             checkpoint_format.write_state(Folder(folder), self._stem(), values, groups)
@@ -231,7 +231,7 @@ class StatefulWorker(Worker, ABC):
         except DamagedCheckpointError:
             raise
         except CheckpointError as error:
-            raise CheckpointError(f"{folder}: {self._stem()}: {error}") from error
+            raise error.with_message(f"{folder}: {self._stem()}: {error}") from error
         set_process_rng(own.get("process_rng"))
 
     def read_saved(self, folder: str) -> list[checkpoint_format.RankState]:

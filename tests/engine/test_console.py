@@ -10,6 +10,7 @@ import pty
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -190,3 +191,58 @@ def test_ctrl_c_ends_every_command_with_130(
     monkeypatch.setattr(module, inner, interrupted)
     assert module.main(arguments) == 130
     assert capsys.readouterr().err.startswith("interrupted")
+
+
+# A pipe that nobody reads, as of `… --help | head -1`.
+
+COMMANDS = {
+    "engine.main_ppo": ("--help",),
+    "engine.main_preference": ("data.train_files=none.jsonl",),  # an error, on stderr
+    "engine.config": ("--json-schema",),
+}
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_a_closed_pipe_ends_a_command_without_a_traceback(module: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", module, *COMMANDS[module]]
+    both = "data.train_files" in COMMANDS[module][0]  # 2>&1 | head
+    process = subprocess.Popen(
+        command, stdout=writer, stderr=writer if both else subprocess.PIPE, text=True
+    )
+    os.close(writer)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == console.PIPE_CLOSED
+    assert not said
+
+
+def test_every_command_line_ends_so() -> None:
+    root = Path(console.__file__).parents[1]
+    ends = ("@command_line", "run_offline", "run_program", "import main", "main_ppo.main", "click")
+    commands = [
+        path
+        for folder in ("engine", "tasks", "workflows")
+        for path in (root / folder).rglob("*.py")
+        if 'if __name__ == "__main__"' in path.read_text()
+    ]
+    assert len(commands) > 15
+    assert [path for path in commands if not any(end in path.read_text() for end in ends)] == []
+
+
+ANOTHER_PIPE = """
+import os
+from engine import console
+@console.command_line
+def main():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.write(writer, b"to a worker that is gone")
+main()
+"""
+
+
+def test_another_broken_pipe_is_an_error_as_any_other() -> None:
+    command = [sys.executable, "-c", ANOTHER_PIPE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "BrokenPipeError" in done.stderr) == (1, True)

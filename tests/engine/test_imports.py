@@ -56,8 +56,22 @@ def printed(code: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
+# What a rerun runs although its stages are cached: the promotion, and the report.
+RERUN = """
+import sys
+from engine.console import quiet
+quiet()
+from engine.stages import evaluation, promotion
+print(*{"torch", "transformers", "ray"} & sys.modules.keys())
+"""
+
+
 def test_importing_engine_is_light() -> None:
     assert printed(COMMAND) == ""
+
+
+def test_an_unchanged_rerun_loads_no_torch() -> None:
+    assert printed(RERUN) == ""
 
 
 def test_a_process_loads_no_library_that_it_does_not_use(tmp_path: Path) -> None:

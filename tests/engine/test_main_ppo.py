@@ -215,6 +215,51 @@ def test_the_same_command_again_goes_on_where_it_ended(
     assert first == second, "in two parts as in one"
 
 
+def test_a_resumed_run_goes_on_in_its_mlflow_run(
+    place: Path, tiny_folder: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{shutil.copy(mlflow_store, place / 'mlflow.db')}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    parts = arguments(place, tiny_folder, "trainer.logger=[mlflow]", "trainer.project_name=ops")
+    client = MlflowClient(uri)
+
+    def runs() -> list[Any]:
+        experiment = client.get_experiment_by_name("ops")
+        assert experiment is not None
+        return [run.info for run in client.search_runs([experiment.experiment_id])]
+
+    assert main([*parts, "trainer.total_training_steps=1"]) == 0
+    (first,) = runs()
+    assert main(parts) == 0
+    (again,) = runs()
+    assert (again.run_id, again.status) == (first.run_id, "FINISHED")
+    rewards = client.get_metric_history(first.run_id, "reward/mean")
+    assert [point.step for point in rewards] == [1, 2]
+    assert main([*parts, "run.val_only=true"]) == 0, "which trains nothing, and is a run of its own"
+    assert len(runs()) == 2
+    assert main([*parts, "trainer.resume_mode=disable"]) == 0
+    assert len(runs()) == 3
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_a_reward_that_fails_ends_the_run_in_its_own_words(
+    place: Path, tiny_folder: Path, isolation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`rl.reward.on_error=fail` with a truth that the reward can't parse."""
+    rows = [{"prompt": "1+1=", "ground_truth": "twelve"}] * 8
+    pd.DataFrame(rows).to_parquet(place / "train.parquet")
+    more = ("custom_reward_function.path=null", "rl.reward.on_error=fail", "data.val_files=null")
+    parts = arguments(place, tiny_folder, *more)
+    assert main([*parts, f"rl.reward.isolation={isolation}"]) == 1
+    said = capsys.readouterr().err
+    sentence = r"error: row 0: ground_truth is 'twelve', not a number; .* \(tracebacks: \S+\)"
+    assert [line for line in said.splitlines() if re.fullmatch(sentence, line)], said
+    assert "TypeError" not in said
+    assert "RewardFailure" in (place / "out" / "error.txt").read_text()
+
+
 def test_epochs_become_steps(
     place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -378,7 +423,19 @@ def test_print_config_and_help_need_no_data(capsys: pytest.CaptureFixture[str]) 
     assert main(["--print-config", "actor_rollout_ref.actor.optim.lr=1e-6"]) == 0
     assert "lr: 1.0e-06" in capsys.readouterr().out
     assert main(["--help"]) == 0
-    assert "data.train_files = []" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "data.train_files = []" in said
+    assert "actor_rollout_ref.actor.optim.lr = 0.0005" in said
+    assert len(said.splitlines()) <= 50
+    assert "--help WORD" in said
+    assert main(["--help", "kl_loss"]) == 0
+    found = [line for line in capsys.readouterr().out.splitlines() if " = " in line]
+    assert len(found) == 3
+    assert all("kl_loss" in line for line in found)
+    assert main(["--help", "all"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) > 500
+    assert main(["--help", "temprature"]) == 2
+    assert "--help temprature: no key has that" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -145,7 +145,7 @@ def test_loggers_are_closed_on_every_exit(
     monkeypatch.setattr(MetricsFile, "close", lambda self, s: (ends.append(s), close(self, s))[1])
 
     def run() -> None:
-        with open_log(config("file"), tmp_path, resumes=False) as log:
+        with open_log(config("file"), tmp_path, tmp_path / "checkpoints") as log:
             log.track([row(1, 0.5)])
             if error is not None:
                 raise error

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,39 @@ def test_a_retry_takes_the_place_of_the_earlier_attempt(tracker: Tracker) -> Non
     assert {r.info.run_id for r in live} == {parent, other.run_id, second, another_key}
     assert history(tracker, second, "reward") == [(0, 0.0), (1, 1.0), (2, 2.0)]
     assert tracker.start_pipeline("rlhf", key="execution-2") != parent
+
+
+def test_a_resumed_run_of_a_command_line_goes_on_in_its_run(
+    mlflow_address: str, request: pytest.FixtureRequest
+) -> None:
+    tracker = Tracker(mlflow_address, experiment=request.node.name)
+
+    def attempt(steps: Sequence[int], earlier: str, offset: float = 0.0, lr: float = 0.1) -> str:
+        with tracker.stage("ppo", params={"lr": lr, "n": 8}, earlier_run=earlier) as run:
+            for step in steps:
+                run.log_metrics({"reward": step + offset, "lr@1": 0.5}, step)
+            if max(steps) < 4:
+                raise RuntimeError("the machine is gone")
+        return run.run_id
+
+    with pytest.raises(RuntimeError):
+        attempt([1, 2, 3], "")
+    (first,) = (run.info.run_id for run in tracker.client.search_runs([tracker.experiment_id]))
+    # From the checkpoint of step 2: the whole history, and step 3 once more.
+    assert attempt([1, 2, 3, 4], first, offset=10.0, lr=0.2) == first
+    assert history(tracker, first, "reward") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 14.0)]
+    assert len(history(tracker, first, "lr_at_1")) == 4
+    run = tracker.client.get_run(first)
+    assert (run.info.status, run.data.params["lr"]) == ("FINISHED", "0.1")
+    assert run.data.tags["hybridflyte.changed_settings"] == '{"lr": "0.2"}'
+    assert "hybridflyte.error" not in run.data.tags
+    # Where it is gone, or of another experiment, there is a new one.
+    assert attempt([4], "0" * 32) != first
+    elsewhere = Tracker(mlflow_address, experiment=f"{request.node.name}-2")
+    with elsewhere.stage("ppo", earlier_run=first) as other:
+        pass
+    tracker.client.delete_run(first)
+    assert first not in (other.run_id, attempt([4], first))
 
 
 def test_a_run_that_holds_a_registered_model_stays_out_of_the_trash(tracker: Tracker) -> None:

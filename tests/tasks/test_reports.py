@@ -18,6 +18,7 @@ from flytekit.models.core.identifier import WorkflowExecutionIdentifier
 from flytekit.types.directory import FlyteDirectory
 from promotion_bench import Bench, digest, new_run
 
+from engine.console import display_path
 from engine.evaluation.report_page import Verdict
 from engine.stages.evaluation import print_summary, read_verdict
 from engine.stages.stage import facts_html
@@ -145,7 +146,11 @@ def test_the_sentence_on_promotion_is_whole_and_all_gains_are_in_points(
     told["promotion"] |= {"promoted": False, "reason": REASON}
     print_summary(told, tmp_path / "summary.json", folders)
     out = capsys.readouterr().out
-    assert f"promotion: {REASON}" in out.splitlines()
+    lines = out.splitlines()
+    assert f"promotion: {REASON}" in lines
+    assert "MLflow UI: mlflow ui --backend-store-uri sqlite:////w/mlflow.db" in lines
+    assert f"model: {display_path(folders['rl'])}" in lines, "whole, to be copied"
+    assert max(len(line) for line in lines if "│" in line) <= width
     assert "+50.0 percentage points [+40.0, +60.0]" in out
     assert "version 1 not promoted" in out
 

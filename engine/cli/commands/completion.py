@@ -17,7 +17,7 @@ from typing import Any
 import engine
 from engine.cli import forms
 from engine.config.text import PRESET, PRESETS, sections
-from engine.console import exit_130_on_ctrl_c
+from engine.console import command_line
 
 _ENGINE = Path(engine.__file__).parent
 _FORMS = {
@@ -56,7 +56,7 @@ complete -o default -F _hybridflyte python python3
 """
 
 
-@exit_130_on_ctrl_c
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the script; return the exit status."""
     argparse.ArgumentParser(

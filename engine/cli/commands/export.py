@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from engine.console import INTERRUPTED, quiet, say
+from engine.console import INTERRUPTED, command_line, quiet, say
 from engine.errors import ConfigError, EngineError
 
 FAILED = 1
@@ -18,6 +18,7 @@ HUB = "hf://"
 _CLEANUP_S = 5.0
 
 
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     options = _options(arguments)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.cli.health_checks import OPTIONAL, Expectation, check
 from engine.cli.program import ArgumentParser
-from engine.console import exit_130_on_ctrl_c, quiet, say, table
+from engine.console import command_line, quiet, say, table
 from engine.errors import ConfigError
 
 HEALTHY, UNHEALTHY, WRONG_USAGE = 0, 1, 2
@@ -49,7 +49,7 @@ def expectation(arguments: Sequence[str] | None) -> tuple[Expectation, bool]:
     return expected, as_json
 
 
-@exit_130_on_ctrl_c
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status: 0 healthy, 1 not, 2 wrong usage."""
     quiet()

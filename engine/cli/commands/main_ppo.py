@@ -27,14 +27,12 @@ Reinforcement learning on your own prompts: from a Hugging Face folder to a bett
   --print-config   print the configuration as --config reads it, and exit
   --dry-run        check settings and data; print the configuration, batches, placement, and what
                    memory and time are estimated (for --gpu H100 as well), and exit
-  --help           print this, and exit
+  --help [WORD]    print this, or the keys that have WORD in name or meaning, and exit
 
 Keys are verl's where verl has the same thing. Beside them, each setting has this project's own
 path (as in engine/config/), with or without `rl.` in front: rl.actor.optim.lr, actor.optim.lr.
 Values are YAML: true, 1e-6, [a,b], null (the default). The defaults are this project's, made for
-small models, and not verl's: give a pretrained model its own learning rate. trainer.n_gpus_per_node
-and trainer.nnodes are the ranks; without them there is one, or those of rl.actor.parallel.
-
+small models, and not verl's: give a pretrained model its own learning rate.
 Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
 """
 

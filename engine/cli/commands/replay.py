@@ -7,7 +7,7 @@ import pdb
 import sys
 from collections.abc import Sequence
 
-from engine.console import exit_130_on_ctrl_c, say
+from engine.console import command_line, say
 from engine.errors import CheckpointError, EngineError
 from engine.trainers.step_record import StepRecord, compare, read_record, replay
 
@@ -15,7 +15,7 @@ _OTHER_LAYOUT = 1e-3  # relative: sums over ranks come in another order
 _ALWAYS_SHOWN = ("loss", "grad_norm")  # ends of names
 
 
-@exit_130_on_ctrl_c
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     options = _parser().parse_args(arguments)

@@ -12,7 +12,7 @@ from engine.cli.program import WRONG_INPUT, ArgumentParser
 from engine.cli.reward_file import reward_name
 from engine.config import RewardConfig
 from engine.config.data import RowsConfig
-from engine.console import exit_130_on_ctrl_c, quiet, say, table
+from engine.console import command_line, quiet, say, table
 from engine.errors import ConfigError, EngineError
 from engine.registry import import_plugins
 
@@ -28,7 +28,7 @@ grader, time and memory.
 """
 
 
-@exit_130_on_ctrl_c
+@command_line
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = ArgumentParser(

@@ -285,14 +285,14 @@ class VllmHook(FolderWeights):
         try:
             await self.served()
         except RolloutError as error:
-            raise RolloutError(
+            raise error.with_message(
                 f"{error}; rollout.server.weights='vllm' needs a vLLM server that was started "
                 f"with VLLM_SERVER_DEV_MODE=1 in its environment"
             ) from error
         try:
             await self._rpc("hybridflyte_tag")
         except RolloutError as error:
-            raise RolloutError(
+            raise error.with_message(
                 f"{error}; start the vLLM server with --worker-extension-cls {EXTENSION}"
             ) from error
 

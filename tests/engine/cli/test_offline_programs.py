@@ -156,7 +156,7 @@ def test_held_out_prompts_come_whole() -> None:
 
 @pytest.mark.usefixtures("one_thread")
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main_reward_model.main(["--help"]) == 0
+    assert main_reward_model.main(["--help", "all"]) == 0
     said = capsys.readouterr().out
     for key in (
         "reward_model.center_rewards_coefficient = 0.0",

@@ -445,7 +445,7 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, content: str | None, wo
 
 
 def test_help_lists_every_setting_with_default_and_meaning() -> None:
-    text = help_text(PPO, "")
+    text = help_text(PPO, "", "all")
     words = " ".join(text.split())
     for path, _ in setting_paths(RunConfig):
         names = (name for name, key in PPO.table.settings.items() if key.paths == (path,))

@@ -20,7 +20,7 @@ from engine.lineage.lookup import review
 from engine.lineage.page import BOX_HEIGHT, BOX_WIDTH, Drawing, arrange, render_page
 from engine.storage.artifacts import Parent
 
-VOID = {"meta", "link", "input", "br"}
+VOID = {"meta", "link", "input", "br", "wbr"}
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from stream_checks import (
 )
 from thorough import and_slow
 
-from engine.errors import ConfigError, RolloutError
+from engine.errors import ConfigError, EngineError, RolloutError
 from engine.rollout.native import NativeEngine, sequences
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import PartialCompletion, PartialRequest, noise_index, open_stream
@@ -462,7 +462,7 @@ def test_bad_submissions_are_refused_at_once(message: str) -> None:
     stream = NativeEngine(build("qwen2")).stream(PARAMS, longest_prompt=10)
     stream.submit("taken", [5])
     key, prompt, resume = BAD_SUBMISSIONS[message]
-    with pytest.raises(RolloutError, match=message):
+    with pytest.raises(EngineError, match=message):
         stream.submit(key, prompt, resume=resume)
     assert stream.waiting == 3
     assert {name for name, _ in drain(stream)} == {"taken"}

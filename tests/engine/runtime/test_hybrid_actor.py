@@ -534,7 +534,7 @@ def test_a_penalty_in_the_models_generation_config_is_not_dropped_silently(
         ({"attention_mask": torch.ones(4, 8)}, DataError, "same shape"),
         ({"attention_mask": torch.eye(4, 9)}, DataError, "row 0 .* left"),
         ({"input_ids": torch.ones(4)}, DataError, r"\(4,\)"),
-        ({"input_ids": torch.full((4, 9), VOCABULARY)}, RolloutError, "vocabulary of 97"),
+        ({"input_ids": torch.full((4, 9), VOCABULARY)}, ModelError, "vocabulary of 97"),
         ({"inputs": torch.ones(4, 9)}, ConfigError, "inputs and input_ids"),
     ],
 )
