@@ -18,7 +18,7 @@ help:  ## list the targets
 
 env: $(READY)  ## create or update the environment in .venv
 
-$(READY): images/requirements-cpu.txt images/requirements-cuda.txt images/requirements-dev.txt images/requirements-verifiers.txt pyproject.toml images/install.sh
+$(READY): images/requirements-cpu.txt images/requirements-cuda.txt images/requirements-dev.txt pyproject.toml images/install.sh
 	@bash images/install.sh $(VENV) $(TORCH_CPU_INDEX)
 	@touch $@
 

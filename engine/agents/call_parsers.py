@@ -69,20 +69,34 @@ def resolve_call_parser(
 _THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
 
 
-def parse_turn(parser: CallParser, text: str) -> ParsedTurn:
-    """Read a whole turn, with what its prompt has opened: calls in its thought don't count.
+def split_thought(text: str) -> tuple[str, str]:
+    """A whole turn's thought, with its tags, and what follows it.
 
-    A thought that nothing ends, as of a turn that was cut, has no calls after it.
+    A thought that nothing ends, as of a turn that was cut, has nothing after it.
     """
+    thought, mark, rest = text.partition(_END_OF_THOUGHT)
+    return (thought + mark, rest) if mark or _begins_with_thought(text) else ("", text)
+
+
+def bare_thought(thought: str) -> str:
+    """A thought without its tags."""
+    return thought.strip().removeprefix(_THOUGHT).removesuffix(_END_OF_THOUGHT).strip("\n")
+
+
+def _begins_with_thought(text: str) -> bool:
+    return text.lstrip().startswith(_THOUGHT)
+
+
+def parse_turn(parser: CallParser, text: str) -> ParsedTurn:
+    """Read a whole turn, with what its prompt has opened: calls in its thought don't count."""
     text = text[:_LONGEST]
-    thinking, mark, rest = text.partition(_END_OF_THOUGHT)
-    if text.lstrip().startswith(_THOUGHT):
-        if not mark:
-            return ParsedTurn(text)
-    elif not mark or "{" in thinking:  # no thought: the tag is an argument's
-        thinking, mark, rest = "", "", text
+    thought, rest = split_thought(text)
+    if "{" in thought and not _begins_with_thought(text):  # no thought: the tag is an argument's
+        thought, rest = "", text
+    if not rest:
+        return ParsedTurn(thought)
     parsed = parser(rest)
-    return ParsedTurn(thinking + mark + parsed.content, parsed.tool_calls, parsed.malformed)
+    return ParsedTurn(thought + parsed.content, parsed.tool_calls, parsed.malformed)
 
 
 def parsed_action(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import pickle
 import queue
@@ -185,8 +186,8 @@ async def _close(environment: protocol.Environment) -> None:
         await asyncio.wait_for(environment.close(), CLOSE_S)
 
 
-# In the process. It is sent {"name": …, "options": …, "plugins": …} first, and answers with the
-# environment's tools and whether it is resumable; then calls.
+# In the process. It is sent {"name": …, "options": …, "plugins": …, "blocking_s": …} first, and
+# answers with the environment's tools and whether it is resumable; then calls.
 
 
 class _Answer(NamedTuple):
@@ -211,7 +212,7 @@ class EnvironmentService:
             failure = protocol.EnvironmentFailure.of(f"environment {name!r}", error)
             raise ConfigError(f"{failure}; it must be made without an error") from error
         self.loaded = self._host.tools, self._host.resumable
-        self._channel = channel
+        self._channel, self._blocking_s = channel, float(load["blocking_s"])
         self._tasks: set[asyncio.Task[Any]] = set()
         self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         self._alive = time.monotonic()  # when the loop went on last
@@ -259,10 +260,11 @@ class EnvironmentService:
             time.sleep(_TICK_S)
             alive, now = self._alive, time.monotonic()
             calls, running = self._host.under_way.copy(), asyncio.current_task(loop)
-            if running is None or all(until > now for _, until in calls.values()):
+            blocked = now - alive > self._blocking_s
+            if running is None or not (blocked or any(u <= now for _, u in calls.values())):
                 continue
             number, until = calls.get(running, (0, now))
-            if until > now:
+            if until > now and not blocked:
                 continue
             time.sleep(_STUCK_S)
             if self._alive == alive:
@@ -480,10 +482,12 @@ class EnvironmentPool:
         plugins: tuple[str, ...] = (),
         processes: int = 0,
         timeout_s: float = 30.0,
+        blocking_s: float = math.inf,
     ) -> None:
         """`plugins` are modules that may register the environment.
 
-        `processes` of 0 are as many as cores, 8 at most; `timeout_s` is each call's deadline.
+        `processes` of 0 are as many as cores, 8 at most; `timeout_s` is each call's deadline, and
+        `blocking_s` how long one may keep its event loop, and so others' calls, from going on.
         """
         if timeout_s <= 0 or processes < 0:
             raise ConfigError(
@@ -496,7 +500,8 @@ class EnvironmentPool:
                 "which its own process can't import; move it into a module"
             )
         self.timeout_s = timeout_s
-        load = {"name": name, "options": dict(options or {}), "plugins": plugins}
+        load: dict[str, Any] = {"name": name, "options": dict(options or {}), "plugins": plugins}
+        load |= {"blocking_s": blocking_s}
         count = processes or min(_MOST_PROCESSES, os.cpu_count() or 1)
         self._processes = [EnvironmentProcess(load) for _ in range(count)]
         self._numbers = itertools.count(1)

@@ -24,7 +24,13 @@ from engine.batch import Batch
 from engine.data.collate import collate_completions, pad
 from engine.data.control_tokens import control_tokens
 from engine.data.rows import answered_messages
-from engine.data.templates import encode_continuation, encode_prompt, turn_text
+from engine.data.templates import (
+    decode_response,
+    encode_continuation,
+    encode_prompt,
+    encode_text,
+    turn_text,
+)
 from engine.errors import RolloutError
 from engine.rollout.protocol import Completion
 from engine.rollout.stream import PartialCompletion
@@ -178,21 +184,54 @@ class EpisodeTokenizer:
         stop_ids: Sequence[int],
         read_action: ReadAction,
         history: History = "append",
+        reader_of: Callable[[Sequence[Mapping[str, object]]], ReadAction] | None = None,
     ) -> None:
+        """`reader_of` gives what reads turns whose requests have tools of their own."""
         self._tokenizer, self.stop_ids = tokenizer, tuple(stop_ids)
-        self._read_action, self.history = read_action, history
+        self._read_action, self._reader_of, self.history = read_action, reader_of, history
 
-    def action(self, before: Sequence[int], ids: Sequence[int]) -> Action:
-        """The action of a turn's ids, its text with what the ids before it have opened."""
-        text, said = turn_text(self._tokenizer, before, ids), list(ids)
+    def action(
+        self,
+        before: Sequence[int],
+        ids: Sequence[int],
+        *,
+        unsaid: int = 0,
+        tools: Sequence[Mapping[str, object]] | None = None,
+    ) -> Action:
+        """The action of a turn's ids, its text with what the ids before it have opened.
+
+        The last `unsaid` characters don't count. `tools` are those of its request, which without
+        any has no calls; None: the episode's.
+        """
+        length = -unsaid or None
+        text, said = turn_text(self._tokenizer, before, ids)[:length], list(ids)
         while said and said[-1] in self.stop_ids:
             said.pop()
-        marked = turn_text(self._tokenizer, before, said, keep_control=True)
-        action = self._read_action(text, tuple(ids), marked)
+        marked = turn_text(self._tokenizer, before, said, keep_control=True)[:length]
+        action = self._reader(tools)(text, tuple(ids), marked)
         if action.content is None or marked == text:
             return action
         content = control_tokens(self._tokenizer).removed_from(action.content)
         return replace(action, content=content)
+
+    def _reader(self, tools: Sequence[Mapping[str, object]] | None) -> ReadAction:
+        if tools is not None and not tools:
+            return plain_action
+        if tools is None or self._reader_of is None:
+            return self._read_action
+        return self._reader_of(tools)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of sampled tokens, special tokens removed."""
+        return decode_response(self._tokenizer, ids)
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """How the stop token is spelled that `ids` end with; empty without one."""
+        return self.spelling(ids[-1:]) if ids and ids[-1] in self.stop_ids else ""
+
+    def of_text(self, text: str, *, continues: bool = False) -> list[int]:
+        """A prompt in the model's own format, or (`continues`) what follows one."""
+        return encode_text(self._tokenizer, text, continues=continues)
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
@@ -209,9 +248,10 @@ class EpisodeTokenizer:
 
     def rewritten(self, ids: Sequence[int], again: Sequence[int]) -> bool:
         """Whether `again`, the conversation rendered again, has another text than `ids`."""
-        return ids != again and self._text(ids) != self._text(again)
+        return ids != again and self.spelling(ids) != self.spelling(again)
 
-    def _text(self, ids: Sequence[int]) -> str:
+    def spelling(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens spelled out."""
         text = self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text

@@ -103,10 +103,18 @@ class EnvironmentSpec(NamedSection):
     options: Options = Field({}, description="Options that the environment declares, by name")
 
 
+class AgentSpec(NamedSection):
+    """An agent that plays episodes by itself; its name alone stands for one without options."""
+
+    name: str = Field("", description="path/to/file.py:function, package.module:…, or a command")
+    options: Options = Field({}, description="Keyword-only parameters of the function, by name")
+
+
 class MultiTurnConfig(Section):
     """Episodes of several turns in place of single completions."""
 
-    enable: bool = Field(False, description="Roll out episodes with rollout.agent.environment")
+    enable: bool = False
+    """Roll out episodes with rollout.agent.environment or rollout.agent.play"""
     max_assistant_turns: int | None = Field(None, ge=1)
     """Turns of the policy in an episode; null: no limit of its own"""
     max_turn_length: int | None = Field(None, ge=1)
@@ -119,9 +127,12 @@ class MultiTurnConfig(Section):
 
 
 class AgentConfig(Section):
-    """The environment of episodes, and its limits."""
+    """The environment of episodes, or the agent that plays them, and their limits."""
 
     environment: EnvironmentSpec = EnvironmentSpec()
+    play: AgentSpec = AgentSpec()
+    """An agent in place of an environment: `async def play(row, client)`, or a program, which asks
+    the policy through OpenAI's API and gives the reward"""
     num_workers: int = Field(1, ge=0)
     """Processes that environments run in, which may hang or die; 0: the rollout's own, for light
     ones that never block"""
@@ -143,5 +154,10 @@ class AgentConfig(Section):
     """sync, with checkpoints: seconds between saves of the episodes of a step under way; 0: none"""
 
     def contradictions(self) -> Iterator[str]:
+        if self.environment.name and self.play.name:
+            yield (
+                f"environment.name={self.environment.name} answers the policy's turns, and "
+                f"play.name={self.play.name} asks for them; set one of the two"
+            )
         if self.error_reward and self.on_error == "drop":
             yield f"error_reward={self.error_reward} needs on_error=score; set it, or remove this"

@@ -8,7 +8,7 @@ that rows fit into Parquet; a field that is None, as Parquet gives one of other 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,7 @@ def _text(content: object, role: str, where: str) -> str:
     if isinstance(content, list | tuple | np.ndarray):
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text" or not isinstance(part["text"], str):
+            if kind != "text" or not isinstance(part.get("text"), str):
                 raise DataError(
                     f"{where}: a message of the role {role!r} has a part of type {kind!r}; only "
                     'text is learned from: give {"type": "text", "text": …}'
@@ -104,7 +104,7 @@ def _calls(cell: object, where: str) -> list[dict[str, Any]]:
 
 def _arguments(value: object, where: str) -> str:
     """A call's arguments as JSON text; as an object without what is None."""
-    if is_missing(value):
+    if is_missing(value) or (isinstance(value, str) and not value):
         return "{}"
     if isinstance(value, Mapping):
         kept = {key: entry for key, entry in value.items() if not is_missing(entry)}
@@ -153,15 +153,21 @@ def row_tools(cell: object, where: str) -> list[dict[str, Any]]:
         raise DataError(f"{where}: column 'tools' is no JSON ({error})") from None
     if is_missing(tools) or (isinstance(tools, Sequence | np.ndarray) and not len(tools)):
         return []
+    each = tools if isinstance(tools, list | tuple | np.ndarray) else [tools]
+    return canonical_tools(map(_without_none, each), f"{where}: column 'tools'")
+
+
+def canonical_tools(tools: Iterable[object], where: str) -> list[dict[str, Any]]:
+    """JSON schemas of functions as templates read them; DataError for what is none."""
     schemas = []
-    for tool in tools if isinstance(tools, list | tuple | np.ndarray) else [tools]:
-        schema = _without_none(tool)
+    for tool in tools:
+        schema: Any = dict(tool) if isinstance(tool, Mapping) else tool
         if isinstance(schema, dict) and "function" not in schema and "name" in schema:
             schema = {"type": "function", "function": schema}
         function = schema.get("function") if isinstance(schema, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(
-                f"{where}: column 'tools' has {brief(tool)}; give JSON schemas of functions, "
+                f"{where} has {brief(tool)}; give JSON schemas of functions, "
                 '{"type": "function", "function": {"name": …, "parameters": …}}'
             )
         schemas.append(schema)

@@ -169,9 +169,14 @@ def encode_row(
         return ids
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode a prompt in the model's own format, in which control tokens are control tokens."""
-    return [int(i) for i in tokenizer.encode(text, add_special_tokens=True)]
+def encode_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, continues: bool = False
+) -> list[int]:
+    """Encode a prompt in the model's own format, in which control tokens are control tokens.
+
+    One that `continues` another gets no start token.
+    """
+    return [int(i) for i in tokenizer.encode(text, add_special_tokens=not continues)]
 
 
 def encode_response(

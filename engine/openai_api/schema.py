@@ -166,10 +166,12 @@ def parse(
     served: str,
     limits: RequestLimits,
     not_offered: Mapping[str, Sequence[object]],
+    instead: str = ", or serve the model with --engine vllm",
 ) -> _R:
     """Read a request for the model `served`; RequestError for what is wrong or not offered.
 
-    `not_offered` has fields that the server can't honour, and the values that ask for nothing.
+    `not_offered` has fields that the server can't honour, and the values that ask for nothing;
+    `instead` is what errors advise besides leaving one out.
     """
     try:
         request = request_class.model_validate(values)
@@ -184,8 +186,7 @@ def parse(
     for name, value in (request.model_extra or {}).items():
         if value is not None and name in not_offered and value not in not_offered[name]:
             raise RequestError(
-                f"{name}={repr(value)[:100]} is not offered by this server; leave it out, or serve "
-                "the model with --engine vllm"
+                f"{name}={repr(value)[:100]} is not offered by this server; leave it out{instead}"
             )
     _check_limits(request, limits)
     return request

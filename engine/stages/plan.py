@@ -75,7 +75,8 @@ def plan(
     if workflow == "agents" and not config.rl.rollout.multi_turn.enable:
         raise ConfigError(
             "the workflow agents plays episodes, and rl.rollout.multi_turn.enable is false; set it "
-            "with rl.rollout.agent.environment.name, or run workflows/rlhf.py"
+            "with rl.rollout.agent.environment.name or rl.rollout.agent.play, or run "
+            "workflows/rlhf.py"
         )
     check_signatures(config)
     by_preferences = workflow in BY_PREFERENCES
@@ -445,19 +446,20 @@ def _with_reward_code(config: Scored) -> Scored:
 
 
 def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
-    """Return the settings of episodes, with the digest of environment, tools and parser.
+    """Return the settings of episodes, with the digest of environment or agent, tools and parser.
 
-    Options count with the modules and files that they name, verifiers with its package.
+    Options count with the modules and files that they name.
     """
-    from engine.agents.environments import verifiers_module
+    from engine.agents.agent_runner import agent_files
 
-    environment = agent.environment
+    environment, play = agent.environment, agent.play
     named = [environment.name, multi_turn.format, *_texts(environment.options)]
-    files = [digests.hash_file(name) for name in named if _is_file(name)]
-    modules = []
-    if environment.name == "verifiers":
-        modules.append(verifiers_module(str(environment.options.get("id", ""))))
-    content = _joined(_code_digest(named, *modules), *files)
+    named += _texts(play.options)
+    files = agent_files(play.name) if play.name else []
+    if not files:
+        named.append(play.name)
+    contents = [digests.hash_file(name) for name in (*named, *files) if _is_file(name)]
+    content = _joined(_code_digest(named), *contents)
     return changed(agent, "named_content", content)
 
 

@@ -13,6 +13,7 @@ from operator import attrgetter
 from pydantic import BaseModel
 
 from engine import models
+from engine.agents.agent_runner import check_agent
 from engine.agents.environment_protocol import environment_class
 from engine.algorithms import advantages
 from engine.algorithms.correction import check_correction
@@ -172,7 +173,8 @@ _OF_EPISODES = ("gae_turn", "grpo", "grpo_passk", "grpo_turn", "gpg", "maxrl", "
 
 
 def _check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
-    environment = config.rollout.agent.environment.name
+    agent = config.rollout.agent
+    environment = agent.environment.name
     if not config.rollout.multi_turn.enable:
         if config.reward.name == ENVIRONMENT:
             raise ConfigError(
@@ -180,12 +182,15 @@ def _check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
                 "rollout.multi_turn.enable=true and rollout.agent.environment.name, or name another"
             )
         return
-    if not environment:
+    if agent.play.name:
+        check_agent(agent.play.name, agent.play.options)
+    elif environment:
+        environment_class(environment)
+    else:
         raise ConfigError(
             "rollout.multi_turn.enable needs rollout.agent.environment.name, a registered "
-            "environment or package.module:Class; set it"
+            "environment or package.module:Class, or rollout.agent.play, an agent; set one"
         )
-    environment_class(environment)
     for setting, advice in _refused(config, dataflow):
         raise ConfigError(f"{setting} doesn't go with rollout.multi_turn.enable; {advice}")
 
@@ -216,7 +221,10 @@ def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
         yield "reward.overlong_buffer.enable", advice
     estimator, name = config.algorithm.adv_estimator, dataflow.name
     joins = name in ("grpo", "ppo") and estimator in _OF_EPISODES
-    if rollout.multi_turn.history == "branches" and not joins:
+    if rollout.agent.play.name and not joins:
+        advice = f"an agent's episode may have branches: choose one of {', '.join(_OF_EPISODES)}"
+        yield f"algorithm.adv_estimator={estimator} and dataflow {name} with an agent", advice
+    elif rollout.multi_turn.history == "branches" and not joins:
         setting = "rollout.multi_turn.history=branches with algorithm.adv_estimator="
         advice = f"choose one of {', '.join(_OF_EPISODES)}, or history=append"
         yield f"{setting}{estimator} and dataflow {name}", advice

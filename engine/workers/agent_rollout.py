@@ -16,7 +16,8 @@ import safetensors.torch
 import torch
 
 from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments
-from engine.agents.call_parsers import parsed_action, resolve_call_parser
+from engine.agents.agent_player import AgentPlayer, Agents
+from engine.agents.call_parsers import CallParser, parsed_action, resolve_call_parser
 from engine.agents.environment_pool import EnvironmentPool
 from engine.agents.environment_protocol import make_environment
 from engine.agents.episode import (
@@ -32,7 +33,7 @@ from engine.agents.episode import (
 )
 from engine.batch import Batch
 from engine.checkpoint.state_dict import extract_tensors, insert_tensors, safetensors_bytes
-from engine.config import AgentConfig, RolloutConfig
+from engine.config import AgentConfig, MultiTurnConfig, RolloutConfig
 from engine.data.chat_template import with_template_variables
 from engine.data.templates import tool_tokens
 from engine.data.tokenizer import load_tokenizer
@@ -230,11 +231,61 @@ _STATES_S = 0.2  # of a rollout, for environments to give their states
 
 
 def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environments:
+    """What plays episodes: environments, or the agent that is named."""
+    processes, play = agent.num_workers, agent.play
+    if play.name:
+        return Agents(
+            play.name,
+            play.options,
+            processes=processes,
+            timeout_s=agent.timeout_s,
+            blocking_s=agent.call_timeout_s,
+        )
     name, options, limit = agent.environment.name, agent.environment.options, agent.call_timeout_s
-    if not agent.num_workers:
+    if not processes:
         return LocalEnvironments(partial(make_environment, name, options), timeout_s=limit)
-    processes = agent.num_workers
     return EnvironmentPool(name, options, plugins=plugins, processes=processes, timeout_s=limit)
+
+
+def open_player(
+    stream: RolloutStream,
+    environments: Environments,
+    agent: AgentConfig,
+    concurrency: int,
+    failure_reward: float | None = None,
+) -> EpisodePlayer:
+    """The player of `open_environments`' episodes; `concurrency` is what no setting says."""
+    is_agent = isinstance(environments, Agents)
+    player = AgentPlayer if is_agent else EpisodePlayer
+    return player(
+        stream,
+        environments,  # type: ignore[arg-type]
+        concurrency=agent.concurrency or concurrency,
+        call_seconds=agent.timeout_s if is_agent else agent.call_timeout_s,
+        failure_reward=failure_reward,
+    )
+
+
+def episode_tokenizer(
+    tokenizer: PreTrainedTokenizerBase,
+    stop_ids: Sequence[int],
+    environments: Environments,
+    multi_turn: MultiTurnConfig,
+) -> tuple[EpisodeTokenizer, CallParser | None]:
+    """What makes episodes tokens and reads turns; the parser of calls, where there are tools."""
+    history = multi_turn.history
+    if not environments.tools and not isinstance(environments, Agents):
+        return EpisodeTokenizer(tokenizer, stop_ids, plain_action, history), None
+
+    def parser_of(tools: Sequence[Mapping[str, object]]) -> CallParser:
+        return resolve_call_parser(multi_turn.format, tokenizer, tools)
+
+    def reader_of(tools: Sequence[Mapping[str, object]]) -> ReadAction:
+        return partial(parsed_action, parser_of(tools))
+
+    parser = parser_of(environments.tools)
+    read = partial(parsed_action, parser)
+    return EpisodeTokenizer(tokenizer, stop_ids, read, history, reader_of), parser
 
 
 def length_with_tools(
@@ -286,10 +337,7 @@ class AgentRolloutWorker(RolloutWorker):
             drop=agent.on_limit == "drop",
         )
         self._saved: SavedRollout | None = None
-        read: ReadAction = plain_action
-        if tools:
-            read = partial(parsed_action, resolve_call_parser(turns.format, tokenizer, tools))
-        self.episodes = EpisodeTokenizer(tokenizer, self.stop, read, turns.history)
+        self.episodes, _ = episode_tokenizer(tokenizer, self.stop, self.environments, turns)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_episodes(self, folder: str, settings: str, before: str = "") -> None:
@@ -332,13 +380,9 @@ class AgentRolloutWorker(RolloutWorker):
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,
         )
-        player = EpisodePlayer(
-            stream,
-            self.environments,
-            concurrency=agent.concurrency or self.config.max_num_seqs,
-            call_seconds=agent.call_timeout_s,
-            failure_reward=agent.error_reward if agent.on_error == "score" else None,
-        )
+        failure_reward = agent.error_reward if agent.on_error == "score" else None
+        places = self.config.max_num_seqs
+        player = open_player(stream, self.environments, agent, places, failure_reward)
 
         def new_episode(key: int, index: int, prompt_ids: list[int]) -> Episode:
             return Episode(key, 0, index, self.episodes, self.limits, prompt_ids)
@@ -349,7 +393,7 @@ class AgentRolloutWorker(RolloutWorker):
             new_episode,
             n=n,
             pad_token_id=self.tokenizer.pad_token_id,
-            branches=self.config.multi_turn.history == "branches",
+            branches=self.config.multi_turn.history == "branches" or bool(agent.play.name),
             retain=retain,
         )
 

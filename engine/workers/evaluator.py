@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.agents.agent_loop import EpisodePlayer
-from engine.agents.call_parsers import parsed_action, resolve_call_parser
-from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action, summarize
+from engine.agents.episode import Episode, EpisodeLimits, summarize
 from engine.batch import Batch
 from engine.config import AgentConfig, MultiTurnConfig, ParallelConfig, RolloutConfig
 from engine.data.templates import stop_token_ids
@@ -25,7 +23,12 @@ from engine.rollout.stream import open_stream
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights, vllm_weights
 from engine.runtime.sharded_model import init_mesh, process_device
-from engine.workers.agent_rollout import length_with_tools, open_environments
+from engine.workers.agent_rollout import (
+    episode_tokenizer,
+    length_with_tools,
+    open_environments,
+    open_player,
+)
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
 _MAX_NUM_SEQS = 512  # completions, or turns of episodes, that are decoded at once
@@ -122,11 +125,9 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             self.environments.close()
             raise
         self._multi_turn, self._agent, self.max_model_len = multi_turn, agent, longest
-        self._parser = (
-            resolve_call_parser(multi_turn.format, self.tokenizer, tools) if tools else None
+        self._episodes, self._parser = episode_tokenizer(
+            self.tokenizer, self._stop, self.environments, multi_turn
         )
-        read = partial(parsed_action, self._parser) if self._parser is not None else plain_action
-        self._episodes = EpisodeTokenizer(self.tokenizer, self._stop, read, multi_turn.history)
 
     @dispatch(Dispatch.DATA_PARALLEL, pad=True)
     def answer(
@@ -150,12 +151,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,
         )
-        player = EpisodePlayer(
-            stream,
-            self.environments,
-            concurrency=self._agent.concurrency or _MAX_NUM_SEQS,
-            call_seconds=self._agent.call_timeout_s,
-        )
+        player = open_player(stream, self.environments, self._agent, _MAX_NUM_SEQS)
         try:
             player.play(episodes, rows)
         finally:

@@ -271,16 +271,16 @@ def test_an_edited_environment_tool_or_file_is_another_configuration(
     assert found() != before
 
 
-def test_an_edited_package_of_verifiers_is_another_configuration(plug: Path) -> None:
-    write(plug / "my_words" / "__init__.py", RAISES)
-    write(plug / "my_words" / "rubric.py", RAISES)
-    agent = {"environment": {"name": "verifiers", "options": {"id": "owner/my-words"}}}
+@pytest.mark.parametrize("name", ["{}/mine.py:play", "mine:play", "python {}/mine.py --fast"])
+def test_an_edited_agent_is_another_configuration(plug: Path, name: str) -> None:
+    write(plug / "mine.py", RAISES)
+    agent = {"play": name.format(plug)}
     rollout = {"multi_turn": {"enable": True}, "agent": agent}
     config = RLHFConfig.model_validate({"rl": {"rollout": rollout}})
     before = pin_named_content(config)
     assert before.rl.rollout.agent.named_content
     assert pin_named_content(config) == before
-    write(plug / "my_words" / "rubric.py", "# edited\n")
+    write(plug / "mine.py", "# edited\n")
     after = pin_named_content(config)
     assert after.rl.rollout.agent.named_content != before.rl.rollout.agent.named_content
     assert after.evaluate.environments.named_content != before.evaluate.environments.named_content

@@ -213,8 +213,9 @@ def run_recipe(place: Place, name: str) -> Outcome:
 
 
 @pytest.mark.slow
-def test_fewer_turns_are_needed_to_guess(place: Place) -> None:
-    outcome = run_recipe(place, "guessing_agent")
+@pytest.mark.parametrize("recipe", ["guessing_agent", "openai_agent"])
+def test_fewer_turns_are_needed_to_guess(place: Place, recipe: str) -> None:
+    outcome = run_recipe(place, recipe)
     turns = episodes(outcome)["turns, greedy"]
     assert turns["change"]["high"] < -0.2
     assert outcome.summary["gain"] >= 0.2

@@ -1,6 +1,6 @@
 """Trains on episodes of slow games; a test kills it in the middle of a step.
 
-    python killed_episodes.py MODEL OUT ENVIRONMENT
+    python killed_episodes.py MODEL OUT ENVIRONMENT_OR_AGENT
 
 The history and the weights go to OUT.
 """
@@ -22,6 +22,7 @@ from engine.trainers.rl import RLTrainer
 
 def main(model: str, out: Path, environment: str) -> None:
     torch.set_num_threads(1)
+    player = "play" if environment.startswith("agents_of_users:") else "environment"
     settings = {
         "algorithm": {"adv_estimator": "grpo"},
         "actor": {"optim": {"lr": 5e-3}, "old_log_probs": "trainer"},
@@ -29,7 +30,7 @@ def main(model: str, out: Path, environment: str) -> None:
             "n": 4,
             "multi_turn": {"enable": True, "max_turn_length": 6},
             "agent": {
-                "environment": {"name": environment, "options": {"delay": 0.2}},
+                player: {"name": environment, "options": {"delay": 0.2}},
                 "num_workers": 0,
                 "concurrency": 6,
                 "save_freq_s": 0.1,

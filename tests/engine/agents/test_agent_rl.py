@@ -616,7 +616,7 @@ def start(folder: Path, out: Path, log: Path, name: str) -> subprocess.Popen[byt
     paths = os.pathsep.join(filter(None, [str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH")]))
     out.mkdir(exist_ok=True)
     return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(folder), str(out), f"digit_games:{name}"],
+        [sys.executable, str(SCRIPT), str(folder), str(out), name],
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "NOTED_GAMES": str(log)},
     )
 
@@ -632,7 +632,9 @@ def history(out: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SavedGame", "NotedGame"])
+@pytest.mark.parametrize(
+    "name", ["digit_games:SavedGame", "digit_games:NotedGame", "agents_of_users:slowly"]
+)
 def test_a_kill_in_the_middle_of_a_step_leaves_no_trace(
     tiny_folder: Path, tmp_path: Path, name: str
 ) -> None:
@@ -653,7 +655,7 @@ def test_a_kill_in_the_middle_of_a_step_leaves_no_trace(
     first.wait()
     assert start(tiny_folder, killed, again, name).wait(600) == 0
 
-    if name == "SavedGame":  # what was saved of the second step isn't played again
+    if name == "digit_games:SavedGame":  # what was saved of the second step isn't played again
         assert asked(again, "reset") <= 2 * ASKED - 6
         steps = asked(begun, "step") + asked(again, "step")
         assert 144 <= steps < 144 + 20

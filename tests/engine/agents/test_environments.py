@@ -158,8 +158,8 @@ def started(command: list[str]) -> Iterator[str]:
         server.wait()
 
 
-def _real() -> str:
-    """A Python with openenv-core, whose needs don't go together with vLLM's."""
+def openenv_python() -> str:
+    """A Python with openenv, whose needs don't go together with vLLM's."""
     given = os.environ.get("OPENENV_PYTHON", "")
     return given or (sys.executable if importlib.util.find_spec("openenv") else "")
 
@@ -167,9 +167,9 @@ def _real() -> str:
 @pytest.fixture(scope="module", params=["spoken", pytest.param("real", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "real":
-        if not _real():
-            pytest.skip("OPENENV_PYTHON names no Python with openenv-core")
-        yield from started([_real(), str(HERE / "openenv_countdown.py")])
+        if not openenv_python():
+            pytest.skip("OPENENV_PYTHON names no Python with openenv")
+        yield from started([openenv_python(), str(HERE / "openenv_countdown.py")])
     else:
         yield from started([sys.executable, "-c", SPOKEN])
 

@@ -1,0 +1,261 @@
+"""Agents of users: functions and programs that play an episode through OpenAI's API.
+
+    async def play(row, client):            # path/to/file.py:play, or package.module:play
+        answer = await client.chat.completions.create(model="policy", messages=row["prompt"])
+        return 1.0                          # the reward, or {"reward": 1.0, "solved": True}
+
+`client` is an `openai.AsyncOpenAI` whose key is the episode's. Anything else is a command: a
+program that finds `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment, the row as JSON in the
+file `HYBRIDFLYTE_ROW`, and leaves its reward, or such an object, in the file `HYBRIDFLYTE_REWARD`.
+
+An agent runs as an environment does (`environment_pool`): its whole episode is one call. Imports
+neither torch nor pydantic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import json
+import math
+import os
+import re
+import resource
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from engine.agents.environment_protocol import Action, EnvironmentFailure, Observation
+from engine.errors import ConfigError, EngineError, EpisodeError
+from engine.registry import Options, Registry
+from engine.rewards.reward_function import float32_or_nan
+
+SETTING = "rollout.agent.play"
+PROGRAM = f"{__name__}:AgentProgram"
+ENDPOINT = "hybridflyte_endpoint"  # of a row: URL and key
+ROW_FILE, REWARD_FILE = "HYBRIDFLYTE_ROW", "HYBRIDFLYTE_REWARD"
+_FUNCTION = re.compile(r"(?P<place>[^\s:]+):(?P<name>[A-Za-z_]\w*)")
+_OUTPUT = 2000  # bytes of what a program wrote, in errors
+_FILES = 65536  # that a process may have open, where the system lets it
+_END_S = 3.0  # for a program to end once it is asked to
+
+_registry: Registry[object] = Registry("agent", f"{SETTING}.name")
+
+
+def is_function(name: str) -> bool:
+    """Whether `rollout.agent.play` names a function; else it is a command."""
+    return _FUNCTION.fullmatch(name) is not None
+
+
+def check_agent(name: str, options: Mapping[str, object]) -> None:
+    """Raise ConfigError for an agent that can't be found, and for options that it doesn't read."""
+    if is_function(name):
+        _function(name, options)
+        return
+    words = _words(name)
+    if options:
+        raise ConfigError(
+            f"{SETTING}.options are a function's, and name={name!r} is a command; write them there"
+        )
+    if shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"{SETTING}.name={name!r}: there is no program {words[0]!r}; give the command of one, "
+            "path/to/file.py:function or package.module:function"
+        )
+
+
+def agent_files(name: str) -> list[str]:
+    """The files that an agent's name or command has in it, e.g. ["agents/mine.py"]."""
+    match = _FUNCTION.fullmatch(name)
+    words = [match["place"]] if match is not None else _words(name)
+    return [word for word in words if "/" in word or word.endswith(".py")]
+
+
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ConfigError(f"{SETTING}.name={command!r} is no command: {error}") from None
+    if not words:
+        raise ConfigError(f"{SETTING}.name is empty; name a function or a command")
+    return words
+
+
+def _function(name: str, options: Mapping[str, object]) -> Callable[..., Any]:
+    """The agent at `path/to/file.py:play` or `package.module:play`, with its options."""
+    path, _, attribute = name.partition(":")
+    function: Any = None
+    if path.endswith(".py"):
+        function = getattr(_module_of_file(path), attribute, None)
+        if function is None:
+            raise ConfigError(f"{SETTING}.name={name!r}: the file has no {attribute!r}")
+    else:
+        function = _registry.load(name)
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"{SETTING}.name={name!r} is no coroutine function; write "
+            f"`async def {attribute}(row, client)`"
+        )
+    given = Options(f"agent {name!r}", function).parse(options, f"{SETTING}.options")
+    try:
+        inspect.signature(function).bind({}, None, **given)
+    except TypeError as error:
+        raise ConfigError(
+            f"{SETTING}.name={name!r} can't be called as {attribute}(row, client): {error}"
+        ) from None
+    return lambda row, client: function(row, client, **given)
+
+
+def _module_of_file(path: str) -> object:
+    """A user's file as a module, whose folder it can import from."""
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ConfigError(f"{SETTING}.name={path!r}: there is no such file")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    name = file.stem
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        found = None
+    if found is None or found.origin != str(file):  # another module has the name
+        name = f"_agent_{name}"
+    if (known := sys.modules.get(name)) is not None:
+        return known
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may fail in any way
+        del sys.modules[name]
+        raise ConfigError(
+            f"{SETTING}.name={path!r} can't be imported ({type(error).__name__}: {error})"
+        ) from error
+    return module
+
+
+class AgentProgram:
+    """An environment whose `reset` plays a whole episode with the agent of this name."""
+
+    def __init__(self, *, name: str = "", options: Mapping[str, object] | None = None) -> None:
+        raise_file_limit()
+        self._name = name
+        self._function: Callable[..., Any] | None = None
+        if is_function(name):
+            self._openai = _openai()  # which takes a while to import
+            self._function = _function(name, options or {})
+
+    async def reset(self, row: Mapping[str, Any]) -> Observation:
+        given = dict(row)
+        url, key = given.pop(ENDPOINT)
+        play = self._run if self._function is None else self._call
+        who = f"agent {self._name!r}"
+        try:
+            return _observation(await play(given, url, key))
+        except EngineError as error:
+            raise EnvironmentFailure("raised", f"{who} {error}") from error
+        except Exception as error:
+            raise EnvironmentFailure.of(who, error) from error
+
+    async def step(self, action: Action) -> Observation:
+        raise EpisodeError("an agent plays its whole episode at once")
+
+    async def close(self) -> None:
+        """Nothing is held between episodes."""
+
+    async def _call(self, row: dict[str, Any], url: str, key: str) -> object:
+        assert self._function is not None
+        # Loopback: no proxy, no certificates. The episode has a deadline; a turn may take its time.
+        transport = self._openai.DefaultAsyncHttpxClient(
+            verify=False, trust_env=False, timeout=None
+        )
+        client = self._openai.AsyncOpenAI(base_url=url, api_key=key, http_client=transport)
+        async with client:
+            return await self._function(row, client)
+
+    async def _run(self, row: dict[str, Any], url: str, key: str) -> object:
+        with tempfile.TemporaryDirectory(prefix="episode-") as folder:
+            given, left, log = (Path(folder, name) for name in ("row.json", "reward.json", "log"))
+            given.write_text(json.dumps(row, default=_plain))
+            loopback = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1"}
+            files = {ROW_FILE: str(given), REWARD_FILE: str(left)}
+            with log.open("wb") as output:
+                program = await asyncio.create_subprocess_exec(
+                    *_words(self._name),
+                    env=os.environ | loopback | {"no_proxy": "127.0.0.1"} | files,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
+            try:
+                await program.wait()
+            finally:
+                await _end(program)
+            words = log.read_bytes()[-_OUTPUT:].decode(errors="replace").strip()
+            if program.returncode:
+                raise EpisodeError(f"ended with exit status {program.returncode}: {words}")
+            try:
+                return json.loads(left.read_text())
+            except (OSError, ValueError) as error:
+                raise EpisodeError(
+                    f"left no reward in the file {REWARD_FILE} names ({error}): write a number, "
+                    f'or an object such as {{"reward": 1.0}}. {words}'
+                ) from None
+
+
+def _openai() -> Any:
+    """The package of the client that functions are given."""
+    try:
+        import openai
+    except ImportError as error:
+        raise ConfigError(
+            f"{SETTING}: a function is given a client of the package openai; install "
+            "hybridflyte[agents]"
+        ) from error
+    return openai
+
+
+def raise_file_limit() -> None:
+    """Let the process have a connection for each of a thousand episodes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wished = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft < wished:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wished, hard))
+
+
+async def _end(program: asyncio.subprocess.Process) -> None:
+    """End a program, and what it started in its session."""
+    if program.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGTERM)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(program.wait(), _END_S)
+    with suppress(ProcessLookupError):  # what it left behind
+        os.killpg(program.pid, signal.SIGKILL)
+
+
+def _observation(result: object) -> Observation:
+    """The end of an episode by an agent's result."""
+    about = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    reward = about.pop("reward", None)
+    if math.isnan(value := float32_or_nan(reward)):
+        raise EpisodeError(
+            f'returned {result!r:.100}; return a finite number, or a mapping with one as "reward"'
+        )
+    return Observation(reward=value, done=True, info=about)
+
+
+def _plain(value: object) -> object:
+    plain = getattr(value, "tolist", None)
+    return plain() if plain is not None else str(value)
