@@ -18,7 +18,7 @@ from engine.data.sources import Splits
 from engine.data.templates import decode_response, encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.evaluation.decode import decode_passes
-from engine.evaluation.metrics import paired_bootstrap, wilson_interval
+from engine.evaluation.metrics import mean_interval, paired_interval
 from engine.models import saved_dtype
 from engine.rewards.answers import answer_match
 from engine.rollout.protocol import SamplingParams
@@ -103,13 +103,13 @@ def right(folder: Path, tokens: Path, frame: pd.DataFrame) -> np.ndarray:
 
 def gain(before: np.ndarray, after: np.ndarray) -> str:
     """E.g. `14.8 points (11.1 to 18.6)`, of the same problems' outcomes."""
-    found = paired_bootstrap(before, after, 0.95, 10000, 0)
+    found = paired_interval(before, after, 0.95)
     return f"{100 * found.mean:.1f} points ({100 * found.low:.1f} to {100 * found.high:.1f})"
 
 
 def rate(outcomes: np.ndarray) -> str:
     """A share of right ones with its 95 % interval."""
-    found = wilson_interval(outcomes, 0.95)
+    found = mean_interval(outcomes, 0.95)
     return f"{found.mean:.1%} ({found.low:.1%} to {found.high:.1%})"
 
 

@@ -103,6 +103,14 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3, help="timed turns of each")
     parser.add_argument("--warm", type=int, default=1, help="turns before them, untimed")
+    parser.add_argument(
+        "--in-a-row",
+        type=int,
+        default=1,
+        metavar="N",
+        help="steps that each takes in a round; the last one counts. 2 or more where a virtual "
+        "machine's host takes memory away from a process that waits",
+    )
     parser.add_argument("--limit-s", type=float, default=900, help="of a case, after one round")
     parser.add_argument("--prompts", type=int, default=0, help="a step; 0: by size")
     parser.add_argument("--n", type=int, default=8, help="completions a prompt")
@@ -114,7 +122,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def write_case(args: argparse.Namespace, task: str, size: str, mix: str, folder: Path) -> Case:
-    turns = args.warm + args.rounds
+    turns = args.warm + args.rounds * args.in_a_row
     if task == "sft":
         return write_sft_case(folder, size, STEPS[size], turns, args.threads)
     if task in ("dpo", "reward"):
@@ -126,6 +134,7 @@ def compete(
     args: argparse.Namespace, case: Case, folder: Path, trl: Path | None
 ) -> dict[str, list[dict[str, Any]]]:
     """What each contestant measured in its timed turns."""
+    timed: dict[str, list[dict[str, Any]]] = {name: [] for name in args.contestants}
     with ExitStack() as stack:
         entered = [
             stack.enter_context(contestant(args, name, case, folder, trl))
@@ -135,11 +144,15 @@ def compete(
         for number in range(args.warm + args.rounds):
             if number > args.warm and time.perf_counter() - begin > args.limit_s:
                 break
-            for one in entered:
-                seconds = one.turn()["seconds"] / case.steps
+            for each in entered:
+                for _ in range(1 if number < args.warm else args.in_a_row):
+                    turn = each.turn()
+                if number >= args.warm:
+                    timed[each.name].append(turn)
                 note = " (warm-up)" if number < args.warm else ""
-                print(f"  {case.name}: {one.name}: {seconds:.3f} s/step{note}", file=sys.stderr)
-        return {one.name: one.turns[args.warm :] for one in entered}
+                seconds = turn["seconds"] / case.steps
+                print(f"  {case.name}: {each.name}: {seconds:.3f} s/step{note}", file=sys.stderr)
+    return timed
 
 
 def compare_losses(args: argparse.Namespace, task: str, trl: Path) -> None:

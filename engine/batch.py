@@ -93,6 +93,7 @@ COLUMNS: dict[str, str] = {
     "completions": "argument of reward functions",
     "has_format": "the completion keeps the format, where the reward knows one",
     "reward_correct": "the completion is right",
+    "lenient_correct": "a lenient reader finds the right answer, or None",
     "reward_error_cause": 'why the reward failed, or ""',
     "reward_component_names": "names of the parts of the score, the same in each row",
 }

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from engine.config import DataConfig
+from engine.data.chat_template import Message
 from engine.data.sources import Splits
-from engine.data.templates import Message
 from engine.errors import ConfigError
 from engine.storage.json_rows import Row
 

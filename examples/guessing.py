@@ -17,9 +17,9 @@ from typing import Any
 
 from engine.agents import Action, Observation, register_environment
 from engine.config import DataConfig
+from engine.data.chat_template import Message
 from engine.data.rows import rl_row
 from engine.data.sources import Splits, register_source
-from engine.data.templates import Message
 from engine.errors import ConfigError
 from engine.storage.json_rows import Row
 from examples.demonstrations import deal, made_digest, make_splits, turn_rows

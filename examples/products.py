@@ -20,11 +20,11 @@ from typing import Literal
 from engine.agents import Action, Observation, register_environment
 from engine.agents.environments import ToolEnvironment
 from engine.config import DataConfig
+from engine.data.chat_template import Message
 from engine.data.rows import rl_row
 from engine.data.sources import Splits, register_source
-from engine.data.templates import Message
 from engine.errors import ConfigError
-from engine.rewards.answers import extract_answer, normalise_number
+from engine.final_answers import extract_answer, normalise_number
 from engine.storage.json_rows import Row
 from examples.demonstrations import made_digest, make_splits, truth_of, turn_rows
 

@@ -18,9 +18,9 @@ from typing import Any
 from engine.agents import Action, Observation, register_environment
 from engine.agents.tools import on_thread
 from engine.config import DataConfig
+from engine.data.chat_template import Message
 from engine.data.rows import rl_row
 from engine.data.sources import Splits, register_source
-from engine.data.templates import Message
 from engine.errors import ConfigError
 from engine.rewards.code import CodeTests, Verdict, program, read_tests, require_containment
 from engine.rewards.sandbox import Limits

@@ -12,16 +12,20 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from flytekit import FlyteContextManager, Secret, current_context
+from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import BranchEvalMode, FlyteContext
+from flytekit.core.local_cache import LocalTaskCache
+from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.extras.pydantic_transformer.transformer import PydanticTransformer
 from flytekit.loggers import logger
 from flytekit.models.literals import Scalar
 from flytekit.models.types import Error, LiteralType
 from pydantic import BaseModel
 
-from engine.console import INTERRUPTED
+from engine.console import INTERRUPTED, say
 from engine.errors import ConfigError
 from engine.stages import pods
+from engine.stages.stage import is_dry_run
 
 if TYPE_CHECKING:
     from diskcache import Cache
@@ -117,8 +121,6 @@ def evict_missing() -> int:
 
 def open_cache() -> Cache:
     """Return the diskcache.Cache of local results, which `pyflyte local-cache clear` empties."""
-    from flytekit.core.local_cache import LocalTaskCache
-
     if not LocalTaskCache._initialized:
         LocalTaskCache.initialize()
     return LocalTaskCache._cache
@@ -133,6 +135,42 @@ def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
         for uri in (literal.scalar.blob.uri, literal.scalar.structured_dataset.uri):
             if uri and "://" not in uri:
                 yield Path(uri)
+
+
+# A dry run, HYBRIDFLYTE_DRY_RUN=1 pyflyte run …: the plan is made, recorded nowhere, and stages are
+# looked up in the local cache until one is not there.
+
+
+def _plan_alone() -> None:
+    """Let local runs end, with status 0, before the first stage that would be computed."""
+    execute, look_up, cached = PythonTask.sandbox_execute, LocalTaskCache.get, list[str]()
+
+    def get(name: str, *arguments: Any) -> Any:
+        found = look_up(name, *arguments)
+        if found is not None:
+            cached.append(_stage_name(name))
+        return found
+
+    def sandbox_execute(task: Any, context: FlyteContext, inputs: Any) -> Any:
+        name = _stage_name(task.name)
+        dynamic = (
+            getattr(task, "execution_mode", None) == PythonFunctionTask.ExecutionBehavior.DYNAMIC
+        )
+        if name in ("plan", "plan_promotion", "trigger_retraining") or dynamic:
+            return execute(task, context, inputs)
+        say(f"cached    {', '.join(cached) or 'nothing'}")
+        say(f"to do     {name} and what follows it; dry run, nothing is computed")
+        sys.exit(0)
+
+    LocalTaskCache.get, PythonTask.sandbox_execute = get, sandbox_execute
+
+
+def _stage_name(task: str) -> str:
+    return task.rpartition(".")[2].removesuffix("_stage")
+
+
+if is_dry_run():
+    _plan_alone()
 
 
 # Images and credentials, of `engine.stages.pods` as flytekit takes them.

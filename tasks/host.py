@@ -46,7 +46,14 @@ from engine.console import quiet
 from engine.data import rows
 from engine.redaction import redact_causes
 from engine.stages import pods
-from engine.stages.stage import Artifact, CheckpointPaths, Host, hosted, library_versions
+from engine.stages.stage import (
+    Artifact,
+    CheckpointPaths,
+    Host,
+    hosted,
+    is_dry_run,
+    library_versions,
+)
 from engine.storage.digests import sources_digest
 from tasks import flytekit_setup
 
@@ -123,6 +130,7 @@ class FlyteHost(Host):
 
     def __init__(self) -> None:
         self.execution = current_context().execution_id.name if on_cluster() else ""
+        self.dry_run = is_dry_run()
 
     def execution_link(self) -> str:
         # FLYTE_PLATFORM_CONSOLE_ENDPOINT, or in Flyte's own configuration file.

@@ -30,6 +30,7 @@ from engine.stages.settings import (
     PromotionPlan,
     PromotionSettings,
     RetrainingPlan,
+    RewardAuditSettings,
     RewardModelGateSettings,
     RewardModelSettings,
     RLSettings,
@@ -120,6 +121,14 @@ def ingest(run: RunContext, settings: IngestSettings, champion: FlyteDirectory) 
 def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     """Download a model: models:/NAME@ALIAS, models:/NAME/VERSION, a folder, address or hub id."""
     return host.directory(stages.fetch.fetch, **locals())
+
+
+@on_profiles()
+def reward_audit(
+    run: RunContext, settings: RewardAuditSettings, dataset: FlyteDirectory
+) -> FlyteDirectory:
+    """Find out whether the run's scorers can be fooled."""
+    return host.directory(stages.reward_audit.reward_audit, **locals())
 
 
 @on_profiles()
@@ -255,7 +264,8 @@ def parts_of(profile: Profile, inputs: Mapping[str, Any]) -> Any:
     parts = inputs["settings"].config.map_parts
     if parts == 1:
         return None
-    return map_task(partial(evaluate_part(profile), **inputs))(part=list(range(parts)))
+    given = {name: value for name, value in inputs.items() if name != "audit"}
+    return map_task(partial(evaluate_part(profile), **given))(part=list(range(parts)))
 
 
 @on_profiles(made_inside={"parts": parts_of})
@@ -265,6 +275,7 @@ def evaluate(
     dataset: FlyteDirectory,
     warm_start: FlyteDirectory,
     policy: FlyteDirectory,
+    audit: FlyteDirectory | None = None,
     parts: list[StructuredDataset] | None = None,
 ) -> Evaluation:
     """Compare the two models on held-out problems; `parts`: what a map task has decoded."""
@@ -354,6 +365,8 @@ def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
 
 
 @task(**host.task_options("review"))
-def review(artifact: str, against: str, store: str, verify_content: bool) -> FlyteFile:
+def review(
+    artifact: str, against: str, store: str, verify_content: bool, require_signatures: bool
+) -> FlyteFile:
     """Write the page of an artifact's lineage; fail, with the page in the Deck, on tampering."""
     return host.file(stages.evaluation.review, **locals())

@@ -130,6 +130,7 @@ def preference(front: Any, p: Any) -> Path:
         The run's summary.json.
     """
     dataset, warm_start = warm_start_of(front, p)
+    audit = audit_of(front, p, dataset)
     policy = front.learn_in_rounds(
         profile=p.profile,
         run=p.run,
@@ -138,7 +139,7 @@ def preference(front: Any, p: Any) -> Path:
         dataset=dataset,
         start=warm_start,
     )
-    return evaluate_and_promote(front, p, dataset, warm_start, policy)
+    return evaluate_and_promote(front, p, dataset, warm_start, policy, audit)
 
 
 @pipeline(by_preferences=True)
@@ -169,6 +170,7 @@ def classic_rlhf(front: Any, p: Any) -> Path:
         The run's summary.json.
     """
     dataset, warm_start = warm_start_of(front, p)
+    audit = audit_of(front, p, dataset)
     scorer, registered = reward_model_of(front, p, dataset, warm_start)
     policy = front.rl(
         p.profile,
@@ -179,7 +181,8 @@ def classic_rlhf(front: Any, p: Any) -> Path:
         reward_model=scorer,
     )
     front.in_order(registered, policy)  # a registry that can't be written to is found before RL
-    return evaluate_and_promote(front, p, dataset, warm_start, policy)
+    front.in_order(audit, policy)
+    return evaluate_and_promote(front, p, dataset, warm_start, policy, audit)
 
 
 @pipeline(
@@ -220,7 +223,8 @@ def evaluate_only(
     warm_start = front.fetch(run=p.run, reference=baseline, name="baseline")
     policy = front.fetch(run=p.run, reference=candidate, name="candidate")
     dataset = first(front.preprocess(run=p.run, settings=p.dataset))
-    evaluation = evaluation_of(front, p, dataset, warm_start, policy)
+    audit = audit_of(front, p, dataset)
+    evaluation = evaluation_of(front, p, dataset, warm_start, policy, audit)
     return front.finalize(run=p.run, artifact=evaluation)
 
 
@@ -252,15 +256,24 @@ def reward_model_of(front: Any, p: Any, dataset: Any, policy: Any) -> tuple[Any,
     return model, registered
 
 
+def audit_of(front: Any, p: Any, dataset: Any) -> Any:
+    """Audit the scorers of a plan."""
+    return front.reward_audit(p.audit_profile, run=p.run, settings=p.reward_audit, dataset=dataset)
+
+
 def improve_and_promote(front: Any, p: Any, dataset: Any, warm_start: Any) -> Any:
-    """Train by RL from the warm start, and promote the policy if it is better."""
+    """Audit the reward, train by RL from the warm start, and promote the policy if it is better."""
+    audit = audit_of(front, p, dataset)
     policy = front.rl(p.profile, run=p.run, settings=p.rl, dataset=dataset, warm_start=warm_start)
-    return evaluate_and_promote(front, p, dataset, warm_start, policy)
+    front.in_order(audit, policy)
+    return evaluate_and_promote(front, p, dataset, warm_start, policy, audit)
 
 
-def evaluate_and_promote(front: Any, p: Any, dataset: Any, warm_start: Any, policy: Any) -> Any:
+def evaluate_and_promote(
+    front: Any, p: Any, dataset: Any, warm_start: Any, policy: Any, audit: Any
+) -> Any:
     """Evaluate, promote and report a policy."""
-    evaluation = evaluation_of(front, p, dataset, warm_start, policy)
+    evaluation = evaluation_of(front, p, dataset, warm_start, policy, audit)
     promotion = front.gate(p, dataset, policy, evaluation)
     return front.report(
         run=p.run,
@@ -273,7 +286,9 @@ def evaluate_and_promote(front: Any, p: Any, dataset: Any, warm_start: Any, poli
     )
 
 
-def evaluation_of(front: Any, p: Any, dataset: Any, warm_start: Any, policy: Any) -> Any:
+def evaluation_of(
+    front: Any, p: Any, dataset: Any, warm_start: Any, policy: Any, audit: Any
+) -> Any:
     """Compare a policy with what it started from."""
     compared = front.evaluate(
         p.profile,
@@ -282,6 +297,7 @@ def evaluation_of(front: Any, p: Any, dataset: Any, warm_start: Any, policy: Any
         dataset=dataset,
         warm_start=warm_start,
         policy=policy,
+        audit=audit,
     )
     return first(compared)
 

@@ -12,7 +12,11 @@ from tasks.stages import review as review_task
 
 @workflow
 def review(
-    artifact: str, against: str = "", store: str = "", verify_content: bool = True
+    artifact: str,
+    against: str = "",
+    store: str = "",
+    verify_content: bool = True,
+    require_signatures: bool = False,
 ) -> FlyteFile:
     """Show where something comes from and what came of it, and find tampering.
 
@@ -21,10 +25,16 @@ def review(
         against: Another one to compare with it; empty: none.
         store: Folder or s3:// prefix to search; empty: the store that it lies in.
         verify_content: Re-hash everything, and fail when something is missing or not as recorded.
+        require_signatures: Fail also when something is not signed by a key in
+            $HYBRIDFLYTE_PUBLIC_KEYS.
 
     Returns:
         One HTML page, which is also the task's Deck.
     """
     return review_task(
-        artifact=artifact, against=against, store=store, verify_content=verify_content
+        artifact=artifact,
+        against=against,
+        store=store,
+        verify_content=verify_content,
+        require_signatures=require_signatures,
     )

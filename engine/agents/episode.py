@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import numpy as np
@@ -22,7 +22,9 @@ from engine.agents.call_parsers import CallParser, parse_turn
 from engine.agents.environment_protocol import Action, Message, Observation
 from engine.batch import Batch
 from engine.data.collate import collate_completions, pad
-from engine.data.templates import decode_response, encode_continuation, encode_prompt
+from engine.data.control_tokens import control_tokens
+from engine.data.rows import answered_messages
+from engine.data.templates import encode_continuation, encode_prompt, turn_text
 from engine.errors import RolloutError
 from engine.rollout.protocol import Completion
 from engine.rollout.stream import PartialCompletion
@@ -145,10 +147,11 @@ the episode or (turn_seconds) of its last turn."""
 History = Literal["append", "branches"]
 """append: what was sampled stays as it is. branches: where the chat template writes earlier turns
 otherwise (thoughts left out), the episode goes on from what it writes, as a sequence of its own."""
-ReadAction = Callable[[str, tuple[int, ...]], Action]  # of a turn's text and ids
+ReadAction = Callable[[str, tuple[int, ...], str], Action]
+"""Of a turn's text, its ids, and the text with the control tokens that it has before its end."""
 
 
-def plain_action(text: str, token_ids: tuple[int, ...]) -> Action:
+def plain_action(text: str, token_ids: tuple[int, ...], marked: str = "") -> Action:
     """A turn whose text is all there is to it: calls of tools are not looked for."""
     return Action(text, token_ids)
 
@@ -179,8 +182,17 @@ class EpisodeTokenizer:
         self._tokenizer, self.stop_ids = tokenizer, tuple(stop_ids)
         self._read_action, self.history = read_action, history
 
-    def action(self, ids: Sequence[int]) -> Action:
-        return self._read_action(decode_response(self._tokenizer, ids), tuple(ids))
+    def action(self, before: Sequence[int], ids: Sequence[int]) -> Action:
+        """The action of a turn's ids, its text with what the ids before it have opened."""
+        text, said = turn_text(self._tokenizer, before, ids), list(ids)
+        while said and said[-1] in self.stop_ids:
+            said.pop()
+        marked = turn_text(self._tokenizer, before, said, keep_control=True)
+        action = self._read_action(text, tuple(ids), marked)
+        if action.content is None or marked == text:
+            return action
+        content = control_tokens(self._tokenizer).removed_from(action.content)
+        return replace(action, content=content)
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
@@ -251,6 +263,7 @@ class Episode:
         self.messages = list(first.messages or row_prompt)
         self.info |= first.info
         self.transcript = Transcript(self.tokenizer.prompt(self.messages, self.tools))
+        self.messages = list(answered_messages(self.messages))  # the turn's text has the rest
         if first.done:
             self.end = "done"
 
@@ -290,11 +303,12 @@ class Episode:
         """Append a sampled turn; return what it says to the environment."""
         assert self.transcript is not None
         ids = completion.token_ids
+        before = self.transcript.ids
         versions = completion.token_versions or [completion.policy_version] * len(ids)
         self.transcript.add_turn(ids, completion.log_probs, versions)
         self.truncated = completion.finish_reason == "length"
         self.cut = self.cut and self.truncated
-        action = self.tokenizer.action(ids)
+        action = self.tokenizer.action(before, ids)
         self.actions.append(action)
         self.messages.append({"role": "assistant", "content": action.text})
         return action
@@ -534,8 +548,11 @@ def load_episode(episode: Episode, tree: EpisodeTree) -> SavedTurn | None:
     transcript.turns, transcript.sampled_tokens = fields["turns"], fields["sampled_tokens"]
     episode.transcript = transcript
     if episode.end != "failed":
-        sampled = [s.token_ids[start:stop] for s in sequences for start, stop in s.turns]
-        episode.actions = [episode.tokenizer.action(ids) for ids in sampled]
+        episode.actions = [
+            episode.tokenizer.action(s.prompt_ids + s.token_ids[:start], s.token_ids[start:stop])
+            for s in sequences
+            for start, stop in s.turns
+        ]
     if episode.end is not None:
         return None
     turn = [tree["turn"][name].tolist() for name in _TURN]

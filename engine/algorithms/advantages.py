@@ -203,6 +203,8 @@ def _clean_field(name: str, value: Tensor, mask: Tensor) -> Tensor:
     inside = inside.reshape(*inside.shape, *[1] * (value.dim() - inside.dim()))
     cleaned = mask_out(inside, at_least_float(value.detach()))
     broken = ~cleaned.isfinite()
+    if name == "reward_components":  # NaN: the component doesn't apply to the row
+        broken &= ~cleaned.isnan()
     if bool(broken.any()):
         row = int(broken.nonzero()[0, 0])
         raise DataError(
@@ -369,7 +371,8 @@ def gdpo(
 ) -> AdvantageOutputs:
     """GDPO: several reward components, each normalised within the group before they are added.
 
-    A = whiten(Σ_k w_k·GRPO(component k)) over all tokens inside the mask.
+    A = whiten(Σ_k w_k·GRPO(component k)) over all tokens inside the mask. A component that doesn't
+    apply to a row (NaN) adds nothing there, nor to its group's statistics.
 
     Weights default to 1 each. So a component of small scale is not drowned by a large one.
     Source: arXiv 2601.05242.
@@ -387,8 +390,13 @@ def gdpo(
         )
     total = torch.zeros_like(components[:, 0])
     for component, weight in zip(components.unbind(1), weights, strict=True):
-        normed = grpo_scores(component, inputs.groups, norm_adv_by_std_in_grpo, epsilon)
-        total = total + weight * normed
+        applies = ~component.isnan()
+        groups = Groups.of(inputs.groups.index, inputs.groups.rows & applies)
+        # A row that is left alone in its group has nothing to be compared with.
+        applies &= ((groups.size != 1) | (inputs.groups.size == 1))[groups.index]
+        known = mask_out(applies, component)
+        normed = grpo_scores(known, groups, norm_adv_by_std_in_grpo, epsilon)
+        total = total + weight * mask_out(applies, normed)
     tokens = masked_whiten(to_tokens(total, inputs.response_mask), inputs.response_mask)
     return AdvantageOutputs(tokens, tokens)
 

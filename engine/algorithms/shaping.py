@@ -46,6 +46,14 @@ def overlong_penalty(
     return (-exceeded / overlong_buffer_len * penalty_factor).clamp(max=0.0)
 
 
+def without_truncated(response_mask: Tensor, truncated: Tensor) -> Tensor:
+    """Return the mask `[B, T]` without the rows that a length limit cut (`truncated [B]`, bool).
+
+    Source: DAPO's overlong filtering, arXiv 2503.14476, 3.4.
+    """
+    return mask_out(~truncated.bool()[:, None], response_mask)
+
+
 def kl_in_reward(
     token_level_scores: Tensor, kl: Tensor, response_mask: Tensor, kl_coef: float
 ) -> Tensor:
@@ -58,8 +66,9 @@ def kl_in_reward(
 
 
 def weigh_components(components: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return Σ_k w_k·component_k: `[B, K]` → `[B]`. A weight of 0 ignores its component, even NaN.
+    """Return Σ_k w_k·component_k: `[B, K]` → `[B]`; NaN counts nothing: it doesn't apply.
 
+    A weight of 0 ignores its component, even where that is infinite.
     Raises DataError when the number of weights is not K.
     """
     if components.dim() != 2 or components.shape[1] != len(weights):
@@ -68,7 +77,7 @@ def weigh_components(components: Tensor, weights: Sequence[float]) -> Tensor:
             "give one weight a component"
         )
     scale = torch.tensor(list(weights), dtype=components.dtype, device=components.device)
-    return (mask_out(scale != 0, components) * scale).sum(1)
+    return (mask_out((scale != 0) & ~components.isnan(), components) * scale).sum(1)
 
 
 def clip_rewards(rewards: Tensor, low: float | None = None, high: float | None = None) -> Tensor:

@@ -18,6 +18,7 @@ import logging
 import math
 import random
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
@@ -143,6 +144,14 @@ def safetensors_bytes(
         if tensors[name].numel():
             flat = tensors[name].detach().contiguous().reshape(-1)
             yield flat.view(torch.uint8).numpy().data
+
+
+def seed_process_rng(text: str) -> None:
+    """Seed the global generators of this process, which a new process seeds at random."""
+    number = zlib.crc32(text.encode())
+    random.seed(text)
+    np.random.seed(number)
+    torch.manual_seed(number)
 
 
 def process_rng() -> StateDict:

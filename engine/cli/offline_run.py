@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,16 +13,23 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.cli import run_folder
 from engine.cli.rl_run import open_log
-from engine.cli.settings import OfflineRunConfig, PreferenceRunConfig, RewardModelRunConfig
+from engine.cli.settings import (
+    OfflineRunConfig,
+    PreferenceRunConfig,
+    RewardModelRunConfig,
+    SFTRunConfig,
+)
 from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data import training_examples
+from engine.data.collate import SFTExample
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import DataError
-from engine.models import vocabulary_and_context
+from engine.errors import ConfigError, DataError
+from engine.models import resolve_dtype, resolve_lora, text_config, vocabulary_and_context
+from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers import preference_learning
-from engine.trainers.offline import SFTExample, SFTTrainer, is_on_ray, total_steps
+from engine.trainers import auto_placement, preference_learning
+from engine.trainers.offline import SFTTrainer, is_on_ray, total_steps
 from engine.workers.algorithm_options import check_preference_training
 
 AnyExample = training_examples.PreferenceExample | training_examples.StepExample | SFTExample
@@ -48,12 +56,17 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     train, validation = _read(config, tokenizer)
     name, steps = training.section, total_steps(training, len(train))
     method, trainer_class = _METHODS[_kind(config)]
+    if isinstance(config, SFTRunConfig):
+        turns = "all turns" if config.sft.train_on == "all" else "the last turn"
+        method = f"{method} on {turns} of the assistant (sft.train_on={config.sft.train_on})"
     say(
         f"{name}: {method or getattr(training, 'loss', '')} from {model.path}, {len(train)} "
         f"examples, {len(validation)} held out, {steps} steps of {training.train_batch_size}"
     )
     if dry_run:
         say(f"{name}: dry run, nothing is trained; the model would be in {config.run.folder()}")
+        for line in _plan_lines(config, train, steps):
+            say(line)
         return None
     folder = run_folder.make_output_folder(config.run.folder())
     checkpoints = run_folder.checkpoint_folder(folder, config.run.resume_mode)
@@ -86,6 +99,48 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     return saved
 
 
+def _plan_lines(config: OfflineRunConfig, train: Sequence[AnyExample], steps: int) -> Iterator[str]:
+    """Yield what the run would take: memory by its longest row, time by the mean one."""
+    training, lengths = config.training, [n for example in train for n in _lengths(example)]
+    model = run_folder.local_model(config.model.path)
+    kind, ranks = auto_placement.local_gpu(), Layout.of(training.parallel).world_size
+    seconds = None
+    try:
+        work = auto_placement.sft_workload(
+            training,
+            model_path=model,
+            lora=resolve_lora(model, config.model.lora),
+            dtype=resolve_dtype(config.model.dtype, text_config(model).hidden_size),
+            max_response_length=1,
+            max_model_len=max(lengths),
+        )
+    except ConfigError as error:
+        yield f"estimate  none: {error}"
+    else:
+        has_reference = isinstance(config, PreferenceRunConfig)
+        work = replace(work, completions=len(lengths) // len(train), passes=int(has_reference))
+        layout = training.parallel, training.max_tokens_per_micro_batch
+        machines = auto_placement.sft_candidate(*layout), ranks, ranks, kind
+        longest = auto_placement.step_estimate(work, *machines)
+        mean = replace(work, prompt_length=sum(lengths) // len(lengths))
+        usual = auto_placement.step_estimate(mean, *machines)
+        yield f"estimate  for {ranks} × {kind or 'CPU'}; memory by the longest row"
+        yield from [*longest.lines[:-1], usual.lines[-1]]
+        seconds = usual.seconds
+    yield from run_folder.plan_lines(config.run, steps, seconds)
+
+
+def _lengths(example: AnyExample) -> list[int]:
+    """Count the tokens of an example's rows."""
+    if isinstance(example, SFTExample):
+        responses: Sequence[list[int]] = [example.response_ids]
+    elif isinstance(example, training_examples.StepExample):
+        responses = [example.completion_ids]
+    else:
+        responses = example.responses
+    return [len(example.prompt_ids) + len(response) for response in responses]
+
+
 def _kind(config: OfflineRunConfig) -> str:
     """Name the training: preference, sft, or the head of a reward model."""
     if isinstance(config, RewardModelRunConfig):
@@ -110,16 +165,14 @@ def _read(
     elif isinstance(config, RewardModelRunConfig) and kind == "token":
         read = training_examples.read_steps
         options["separator"] = config.reward_model.step_separator
-    elif kind == "sft":
-        read = training_examples.read_sft_pairs
+    elif isinstance(config, SFTRunConfig):
+        read, options["train_on"] = training_examples.read_sft_examples, config.sft.train_on
     elif kind == "likelihood":
         read = training_examples.read_preferences
     train, validation = (
         read(files, tokenizer, **options) if files else []
         for files in (data.train_files, data.val_files)
     )
-    if kind == "sft":
-        train, validation = ([SFTExample(*pair) for pair in pairs] for pairs in (train, validation))
     return (train, validation) if data.val_files else held_out(train, data.val_size, config.seed)
 
 

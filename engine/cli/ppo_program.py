@@ -17,9 +17,10 @@ from engine.cli.settings import RunConfig
 from engine.config import ActorConfig, CriticConfig, PoolConfig, RLConfig
 from engine.console import human_time, say
 from engine.controller.launch import require_shared
+from engine.data.chat_template import with_template_variables
+from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
 from engine.data.row_files import data_files, read_file_rows
-from engine.data.templates import rows_spelling_control_tokens, with_template_variables
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError, PlacementError
 from engine.models import resolve_lora, text_config, vocabulary_and_context
@@ -291,6 +292,7 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     kind = accelerator
     if not kind and config.run.device != "cpu":
         kind = auto_placement.local_gpu() or ("H100" if (per_node or 1) > 1 else "")
+    seconds = None
     try:
         work = auto_placement.workload(
             rl,
@@ -302,9 +304,13 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         )
     except ConfigError as error:
         yield f"estimate  none: {error}"
-        return
-    yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
-    yield from auto_placement.step_estimate(rl, work, ranks, min(ranks, per_node or ranks), kind)
+    else:
+        yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
+        machines = auto_placement.rl_candidate(rl), ranks, min(ranks, per_node or ranks), kind
+        estimate = auto_placement.step_estimate(work, *machines)
+        yield from estimate.lines
+        seconds = estimate.seconds
+    yield from run_folder.plan_lines(config.run, trainer.total_training_steps, seconds)
 
 
 def _layout_lines(rl: RLConfig) -> Iterator[str]:

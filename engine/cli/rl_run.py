@@ -21,6 +21,7 @@ from engine.controller.launch import ray_session
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError
+from engine.evaluation import drift
 from engine.registry import import_plugins
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.samples.sample_files import VALIDATION
@@ -119,6 +120,7 @@ class RunLog:
         self.step_lines = step_lines
         self._tracked, self._logs = tracked, logs or MetricLogs()
         self._tracked_steps: set[int] = set()
+        self._drifts: set[str] = set()  # signals of drift that were said
 
     def resumed(self, folder: str, step: int) -> None:
         """Say that the run goes on after `step`, from a checkpoint in `folder`."""
@@ -138,6 +140,18 @@ class RunLog:
         self.track([*history, {"step": float(step)} | metrics])
         if self.step_lines:
             say(_step_line(step, total, metrics, [*history, metrics]))
+        if any(metrics.get(drift.PREFIX + name, 0) for name in drift.NAMES - self._drifts):
+            self._warn_of_drift(step, [*history, metrics])
+
+    def _warn_of_drift(self, step: int, history: Sequence[Metrics]) -> None:
+        """Say and tag the signals that are raised for the first time."""
+        for signal in drift.signals(history):
+            if signal.raised and signal.name not in self._drifts:
+                self._drifts.add(signal.name)
+                say(f"rl: drift ({signal.name}): {signal.sentence}")
+                if self._tracked is not None:
+                    tag = {f"{drift.PREFIX}{signal.name}": f"step {step}: {signal.sentence}"}
+                    self._tracked.set_tags(tag)
 
     def hands_over(self, final: FinalModel) -> None:
         """Record which step's policy is the result of the run."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import tempfile
 import time
@@ -12,6 +13,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine import errors
+from engine.checkpoint.store import CheckpointStore
+from engine.cli.settings import RunOutputConfig
+from engine.console import human_time
 from engine.redaction import presentable
 from engine.storage.filesystem import fsync, fsync_tree
 
@@ -69,6 +73,24 @@ def checkpoint_folder(folder: Path, resume_mode: str) -> Path:
         return folder / "checkpoints"
     # With resume_path, too: what lies in "checkpoints" would come before the one that is named.
     return folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def plan_lines(run: RunOutputConfig, steps: int, step_seconds: float | None) -> Iterator[str]:
+    """Yield what of a run is done already, and what the rest takes and costs, for a dry run."""
+    checkpoints = checkpoint_folder(run.folder(), run.resume_mode)
+    names = CheckpointStore(checkpoints).complete() if checkpoints.is_dir() else []
+    done = max(
+        (int(number) for name in names for number in re.findall(r"^step_(\d+)", name)), default=0
+    )
+    rest = max(0, steps - done)
+    saved = f"step {done} of {steps} is in {checkpoints}" if done else f"nothing in {checkpoints}"
+    yield f"cached    {saved}; {rest} steps are to be done"
+    if step_seconds is None:
+        return
+    seconds = rest * step_seconds
+    yield f"total     {human_time(seconds)}, roughly; validation, saving and the start come on top"
+    cost = f"{seconds / 3600 * run.price_per_hour:.2f}, at {run.price_per_hour:g} an hour"
+    yield f"cost      {cost if run.price_per_hour else 'not known; set run.price_per_hour'}"
 
 
 def save_atomically(save: Callable[[str], None], target: Path) -> Path:

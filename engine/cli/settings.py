@@ -77,6 +77,9 @@ class RunOutputConfig(Section):
     experiment_name: str = Field("ppo", min_length=1, description="Name of the run there")
     logger: Loggers = ("console",)
     """Where metrics go; file (or jsonl): metrics.jsonl beside the models"""
+    price_per_hour: float = Field(0.0, ge=0)
+    """What all machines of the run cost in an hour, in any currency; --dry-run says what the run
+    would cost"""
 
     def folder(self) -> Path:
         """Return where the run writes: `default_local_dir`, or a folder below the home."""

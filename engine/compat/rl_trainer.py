@@ -25,8 +25,9 @@ from engine.cli.reward_file import each_row
 from engine.cli.settings import RunConfig
 from engine.compat.hf_trainer import Trainer, read_settings
 from engine.config import ParallelConfig, PoolConfig, RLConfig
+from engine.data.chat_template import Message
 from engine.data.loader import PromptLoader, make_rl_data_loader
-from engine.data.templates import Message, encode_conversation, encode_prompts
+from engine.data.templates import encode_conversation, encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, RewardError
 from engine.models import CriticModel, load_model, save_model, save_tensors

@@ -27,10 +27,12 @@ from engine.config.pipeline import (
     ContaminationConfig,
     EvaluateConfig,
     GuardConfig,
+    LineageConfig,
     LMEvalConfig,
     PairsConfig,
     PipelineConfig,
     PromoteConfig,
+    RecheckConfig,
     RetrainConfig,
 )
 from engine.config.rl import (

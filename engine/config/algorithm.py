@@ -133,6 +133,9 @@ class AlgorithmConfig(Section):
     turn_weight: float = Field(1.0, ge=0)
     """grpo_turn: weight of a turn's own advantage beside the episode's"""
     handle_zero_tail: bool = Field(True, description="Optimal token baseline: see its page")
+    mask_truncated: bool = False
+    """Don't learn from completions that a length limit cut; their rewards stay in their group's
+    statistics (DAPO's overlong filtering)"""
     use_kl_in_reward: bool = False
     """Subtract kl_ctrl.kl_coef times the KL of each token from its reward"""
     kl_penalty: str = Field("k1", description="KL estimator inside the reward")

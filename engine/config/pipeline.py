@@ -52,10 +52,23 @@ class RewardModelGateConfig(Section):
 
     model_name: str = Field("hybridflyte-reward-model", min_length=1, description="Model in MLflow")
     alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
+    minimum_pairs: int = Field(100, ge=1)
+    """Held-out pairs; on fewer nothing is promoted"""
     minimum_accuracy: float = Field(0.5, ge=0, lt=1)
     """Share of held-out pairs that it ranks right; the lower end of the interval must top it"""
     minimum_gain: float = Field(0.0, ge=-1, lt=1)
     """Over the champion on the same held-out pairs; the lower end of the interval must top it"""
+
+
+class RecheckConfig(Section):
+    """How the gate holds recorded rows against what the models say now."""
+
+    problems: int = Field(32, ge=0)
+    """Problems of each set that decides, drawn at random, that candidate and baseline answer again
+    before a promotion; 0: none"""
+    rounding: float | None = Field(None, ge=0, lt=1)
+    """Share of verdicts that rounding on another machine may turn; none: 0.001 without a GPU
+    (float32), 0.02 with one (bfloat16)"""
 
 
 class PromoteConfig(Section):
@@ -65,6 +78,8 @@ class PromoteConfig(Section):
     alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
     dataset: str = Field("test", min_length=1)
     """What decides: test, a name of data.evaluation_sets, or all: every one must pass"""
+    minimum_problems: int = Field(100, ge=1)
+    """Different problems in the evaluation set; on fewer nothing is promoted"""
     minimum_gain: float = Field(0.0, ge=0, lt=1, description="The interval's lower end must top it")
     bootstrap: bool = Field(False, description="Let the first champion in without a gain over SFT")
     minimum_score: float | None = Field(None, ge=0, le=1)
@@ -75,6 +90,9 @@ class PromoteConfig(Section):
     max_length_ratio: float | None = Field(None, gt=0)
     """Mean response length over the former's; upper end of the interval"""
     contamination: ContaminationConfig = ContaminationConfig()
+    recheck: RecheckConfig = RecheckConfig()
+    require_reward_audit: bool = False
+    """Whether the scorer must pass the reward audit; RL doesn't begin with one that fails"""
     approval: Literal["none", "required"] = Field("none", description="Whether a person must agree")
     reward_model: RewardModelGateConfig = RewardModelGateConfig()
 
@@ -110,6 +128,8 @@ class TrackingConfig(Section):
     logger: Loggers = ("console",)
     """Where the steps of the warm start and RL go besides MLflow, which has them all: console, file
     (or jsonl), tensorboard, wandb"""
+    price_per_hour: float = Field(0.0, ge=0)
+    """What all machines of RL cost in an hour, in any currency, for the estimate of a dry run"""
 
 
 class ScoredRolloutConfig(Section):
@@ -193,8 +213,6 @@ class EvaluateConfig(ScoredRolloutConfig):
     samples: int = Field(4, ge=1, description="Samples a problem for pass@k and majority vote")
     temperature: float = Field(0.8, gt=0, description="Temperature of pass@k and majority vote")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the intervals")
-    bootstrap_samples: int = Field(10000, ge=100)
-    """Resamples of the problems for the paired interval"""
     map_parts: int = Field(1, ge=1, description="Machines that share the problems (a map task)")
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
     step_timeout_s: float = Field(7200.0, gt=0, description="Deadline for one call to a rank")
@@ -219,6 +237,15 @@ class EvaluateConfig(ScoredRolloutConfig):
             yield f"evaluate.samples={self.samples} must be at least evaluate.k={self.k}"
 
 
+class LineageConfig(Section):
+    """Whose artifacts count."""
+
+    require_signatures: bool = False
+    """The gate refuses what is not signed by one of the public keys"""
+    public_keys: tuple[str, ...] = ()
+    """Ed25519 public keys (hex), beside those in $HYBRIDFLYTE_PUBLIC_KEYS"""
+
+
 class PipelineConfig(Section):
     """The whole pipeline: the one input of all workflows that train; each reads its sections."""
 
@@ -232,6 +259,7 @@ class PipelineConfig(Section):
     rl: RLConfig = RLConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     promote: PromoteConfig = PromoteConfig()
+    lineage: LineageConfig = LineageConfig()
     retrain: RetrainConfig = RetrainConfig()
     tracking: TrackingConfig = TrackingConfig()
 

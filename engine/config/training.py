@@ -128,6 +128,9 @@ class SFTConfig(OfflineConfig):
 
     skip: bool = False
     """No warm start: RL begins with model.path as it is, e.g. an instruct one"""
+    train_on: Literal["all", "last"] = "all"
+    """Of conversations (`messages`) the turns of the assistant to learn: all, but for those of
+    weight 0, or the last; of a prompt and a response always the response"""
     epochs: float = Field(5.0, gt=0, description="Passes over the training rows")
     optim: OptimConfig = OptimConfig(lr=2e-3, schedule="cosine")
 

@@ -20,6 +20,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from engine.batch import Batch, Future
+from engine.checkpoint.state_dict import seed_process_rng
 from engine.controller import worker_host
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
 from engine.controller.timeline import Recorder, span
@@ -36,6 +37,12 @@ class RayHost(worker_host.WorkerHost):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.use_threads()
+
+    def build(self, address: str = "") -> int:
+        # Else no two runs would save the same state: Ray seeds a process at random.
+        seeds = [spec.options.get("seed") for spec in self.specs.values()]
+        seed_process_rng(f"{self.name} {seeds}")
+        return super().build(address)
 
     def rendezvous_address(self) -> str:
         """A free port of this process's node, "host:port", for its pool's ranks to meet at."""

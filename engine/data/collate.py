@@ -6,6 +6,7 @@ The layout is that of `engine.batch`. It loads no pandas.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,15 @@ from torch import Tensor
 from engine.batch import Batch
 from engine.data.rows import check_names, reward_model
 from engine.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class SFTExample:
+    """A prompt and what follows it, of which the assistant's turns are learned."""
+
+    prompt_ids: list[int]  # e.g. [2, 17, 9, 3]
+    response_ids: list[int]  # ends with the end token, e.g. [21, 30, 1]
+    learned: list[bool] | None = None  # of each of its tokens; None: all are
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -18,7 +18,8 @@ import pyarrow as pa
 from pandera.errors import SchemaErrors
 
 from engine.data import rows
-from engine.data.rows import EXTRA, RULE, SHOWN, TRUTH, as_text, is_missing, prompt_text
+from engine.data.cells import SHOWN, as_text, brief, is_missing, row_numbers
+from engine.data.rows import EXTRA, RULE, TRUTH, prompt_text
 from engine.errors import DataError
 
 
@@ -198,10 +199,10 @@ def check(frame: pd.DataFrame, schema: pandera.DataFrameSchema, name: str) -> No
 def _breach(
     frame: pd.DataFrame, name: str, column: Hashable, rule: str | None, broken: Sequence[int]
 ) -> DataError:
-    numbers = f"{len(broken)} of {len(frame)} rows ({rows.row_numbers(broken)})"
+    numbers = f"{len(broken)} of {len(frame)} rows ({row_numbers(broken)})"
     if column not in frame.columns:  # a rule about the whole table
         return DataError(f"{name}: {rule}, but not so in {numbers}; correct or remove them")
-    value = rows.brief(frame[column].iloc[broken[0]])
+    value = brief(frame[column].iloc[broken[0]])
     return DataError(
         f"{name}: column {column!r} {rule}, but not so in {numbers}: row {broken[0]} has {value}; "
         "correct or remove them"
@@ -228,7 +229,7 @@ def check_disjoint(splits: Mapping[str, pd.DataFrame]) -> None:
         if shared:
             shown = ", ".join(f"{a} and {b}" for a, b in shared[:SHOWN])
             more = ", …" if len(shared) > SHOWN else ""
-            prompt = rows.brief(prompt_text(splits[held_out]["prompt"].iloc[shared[0][0]]))
+            prompt = brief(prompt_text(splits[held_out]["prompt"].iloc[shared[0][0]]))
             raise DataError(
                 f"{len(shared)} prompts are in both {held_out} and {other} (rows {shown}{more}; "
                 f"the first is {prompt}); remove them from one of the two"

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from engine.config import RowsConfig, SamplingConfig
+from engine.data.cells import plain, row_numbers
 from engine.data.order import make_order
 from engine.data.row_files import read_file_rows
-from engine.data.rows import Truncation, plain, row_numbers
+from engine.data.rows import Truncation
 from engine.data.templates import encode_prompts, encode_short_prompts
 from engine.errors import ConfigError, DataError
 from engine.storage.json_rows import Row

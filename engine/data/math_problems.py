@@ -27,8 +27,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "templates": {
             "prompt": "{{ question }} Let's think step by step and output the final answer after "
             '"####".',
-            "ground_truth": "{{ (answer | required('####')).rpartition('####')[2] | trim "
-            "| replace(',', '') }}",
+            "ground_truth": "{{ (answer | required('####')).rpartition('####')[2] | number }}",
             "response": "{{ answer }}",
             "ability": "math",
         },

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.config import SamplingConfig
-from engine.data.rows import brief
+from engine.data.cells import brief
 from engine.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -1,8 +1,10 @@
 """Preference rows in canonical form, from files and from a policy's own scored completions.
 
 A pair is `{prompt, chosen, rejected, margin}`, a labelled row `{prompt, completion, label}`, one
-of steps `{prompt, completions, labels}`: `prompt` is chat messages, responses are text. Files may
-have messages as responses, with or without the conversation before them.
+of steps `{prompt, completions, labels}`, one to fine-tune on `{prompt, response}` or `{messages}`.
+`prompt` is canonical chat messages (`data.messages`), a response text, or the assistant's message
+where it has more than that; `tools` are there where the file has some. Files may have messages as
+responses, with or without the conversation before them.
 """
 
 from __future__ import annotations
@@ -10,20 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 
 from engine.config import RowsConfig
+from engine.data.cells import brief, is_missing
+from engine.data.messages import canonical_messages, row_tools
 from engine.data.row_files import FileRows, MappedRows, RowMapper, data_files
-from engine.data.rows import (
-    brief,
-    is_filled,
-    is_messages,
-    is_missing,
-    prompt_messages,
-    user_message,
-)
+from engine.data.rows import is_filled, prompt_messages
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 
@@ -72,7 +70,10 @@ class PreferenceMapper:
             canonical = _steps_row(row, where)
         else:
             canonical = _pair_row(row, where) if is_pair else _labelled_row(row, where)
-        return canonical | {"prompt": self._mapper.with_system(canonical["prompt"])}
+        if tools := row_tools(row.get("tools"), where):
+            canonical["tools"] = tools
+        name = "prompt" if "prompt" in canonical else "messages"
+        return canonical | {name: self._mapper.with_system(canonical[name])}
 
 
 def _pair_row(row: Row, where: str) -> Row:
@@ -95,8 +96,9 @@ def _labelled_row(row: Row, where: str) -> Row:
 
 
 def _as_labelled(pair: Row) -> list[Row]:
+    common: Row = {name: pair[name] for name in ("prompt", "tools") if name in pair}
     return [
-        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        {**common, "completion": pair[side], "label": side == "chosen"}
         for side in ("chosen", "rejected")
     ]
 
@@ -122,32 +124,35 @@ def _steps_row(row: Row, where: str) -> Row:
 
 
 def _response_row(row: Row, raw: Row, where: str) -> Row:
-    if "prompt" not in row and is_messages(row.get("messages")):
-        *before, last = row["messages"]
-        if last["role"] != "assistant" or not before:
+    if "prompt" not in row and not is_missing(row.get("messages")):
+        messages = canonical_messages(row["messages"], f"{where}: column 'messages'")
+        roles = [message["role"] for message in messages]
+        if roles[-1:] != ["assistant"] or len(roles) < 2:
             raise DataError(f"{where}: 'messages' must end with what the assistant says")
-        row = {"prompt": before, "response": last["content"]}
+        alone = roles[0] == "assistant" and messages[0].get("weight", 1)
+        if alone or ("assistant", "assistant") in pairwise(roles):
+            raise DataError(
+                f"{where}: column 'messages' has an assistant's message that answers none; join "
+                "it with the one before it, or remove it"
+            )
+        return {"messages": messages}
     for name, example in (("prompt", "question"), ("response", "answer")):
         if name not in row:
             raise _missing(name, raw, where, example)
-    prompt, response = row["prompt"], row["response"]
-    if isinstance(prompt, str):
-        prompt = user_message(prompt)
-    if not is_messages(prompt):
-        raise DataError(f"{where}: column 'prompt' is {brief(prompt)}; give text, or messages")
-    if not isinstance(response, str) or not response.strip():
-        raise DataError(f"{where}: column 'response' is {brief(response)}; give text")
-    return {"prompt": prompt, "response": response}
+    before, said = _response(row["response"], "response", where)
+    if before:
+        raise DataError(f"{where}: column 'response' has {len(before) + 1} messages; give one")
+    return {"prompt": prompt_messages(row["prompt"], where), "response": said}
 
 
 def _conversation(
     row: Row, names: Sequence[str], where: str
-) -> tuple[list[dict[str, str]], list[str]]:
-    """The messages before the responses `names`, and the text of each of these."""
+) -> tuple[list[dict[str, Any]], list[Said]]:
+    """The messages before the responses `names`, and each of these."""
     prompt = _prompt(row, where)
-    heads, texts = [], []
+    heads, responses = [], []
     for name in names:
-        head, text = _response(_cell(row, name, where), name, where)
+        head, said = _response(_cell(row, name, where), name, where)
         if prompt is None and not head:
             raise DataError(
                 f"{where}: there is no column 'prompt', and no message before the response in "
@@ -160,25 +165,31 @@ def _conversation(
                 "one of the two"
             )
         heads.append(head or prompt or [])
-        texts.append(text)
+        responses.append(said)
     if heads[0] != heads[-1]:
         raise DataError(
             f"{where}: 'chosen' and 'rejected' answer different conversations; they must differ in "
             "the last message alone"
         )
-    return heads[0], texts
+    return heads[0], responses
 
 
-def _prompt(row: Row, where: str) -> list[dict[str, str]] | None:
-    if is_missing(row.get("prompt")):
-        return None
-    return [_message(message) for message in prompt_messages(row["prompt"], where)]
+def _prompt(row: Row, where: str) -> list[dict[str, Any]] | None:
+    return None if is_missing(row.get("prompt")) else prompt_messages(row["prompt"], where)
 
 
-def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, str]], str]:
-    """The messages before a response, which its cell may have, and its text."""
+Said = str | dict[str, Any]  # what the assistant says: text, or its message where it has more
+
+
+def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]], Said]:
+    """The messages before a response, which its cell may have, and the response."""
     messages: object = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
-    if not is_messages(messages) or not is_filled(messages):
+    messages = [messages] if isinstance(messages, Mapping) else messages
+    if isinstance(messages, list | tuple | np.ndarray) and len(messages):
+        messages = canonical_messages(messages, f"{where}: column {name!r}")
+    else:
+        messages = []
+    if not messages or not (is_filled(messages) or messages[-1].get("tool_calls")):
         raise DataError(
             f"{where}: column {name!r} is {brief(cell)}; give text that is not empty, or messages "
             "that end with the assistant's"
@@ -188,11 +199,8 @@ def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, str]]
             f"{where}: the last message of column {name!r} is of the role "
             f"{messages[-1]['role']!r}; end it with the assistant's"
         )
-    return [_message(message) for message in messages[:-1]], str(messages[-1]["content"])
-
-
-def _message(message: dict[str, str]) -> dict[str, str]:
-    return {"role": message["role"], "content": message["content"]}
+    *before, last = ({k: v for k, v in message.items() if k != "weight"} for message in messages)
+    return before, last["content"] if last.keys() == {"role", "content"} else last
 
 
 def _label(cell: object) -> bool | None:

@@ -23,9 +23,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.config import DataConfig
+from engine.data.cells import as_text, is_missing
 from engine.data.decontamination import HeldOut, SeenPrompts, question_text
 from engine.data.row_files import MappedRows, address_digest, split_addresses
-from engine.data.rows import EXTRA, RULE, TRUTH, as_text, is_missing, prompt_text
+from engine.data.rows import EXTRA, RULE, TRUTH, prompt_text
 from engine.data.sources import prompt_key, rl_columns
 from engine.data.templates import encode_short_prompts
 from engine.errors import DataError

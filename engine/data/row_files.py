@@ -21,8 +21,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from engine.config import RowsConfig
 from engine.data import rows
-from engine.data.rows import RULE, TRUTH, is_messages, is_missing
+from engine.data.cells import SHOWN, is_missing, row_numbers, texts_of
+from engine.data.rows import RULE, TRUTH
 from engine.errors import ConfigError, DataError, EmptyFileError, EngineError
+from engine.final_answers import DecimalMark, last_boxed, normalise_number
 from engine.storage.filesystem import as_path, is_remote
 from engine.storage.json_rows import Numbered, Row
 from engine.storage.readers import is_data_file, list_files, open_file, stream_rows
@@ -210,7 +212,14 @@ def address_digest(address: str) -> str:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
-_CONVERSATIONS = ("prompt", "chosen", "rejected", "completion")  # columns of messages, or text
+_CONVERSATIONS = (
+    "prompt",
+    "response",
+    "chosen",
+    "rejected",
+    "completion",
+    "messages",
+)  # columns of messages, or text
 LONGEST_TEXT = 4_000_000  # characters of one cell: a million tokens, more than any model reads
 
 
@@ -227,7 +236,7 @@ class RowMapper:
         """Raise ConfigError for a template that is not one."""
         self._config = config
         sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-        sandbox.filters |= {"boxed": last_boxed, "required": required}
+        sandbox.filters |= {"boxed": boxed, "number": number, "required": required}
         self._templates: dict[str, Template] = {}
         for column, text in config.templates.items():
             try:
@@ -287,15 +296,20 @@ class RowMapper:
         return [{"role": "system", "content": self._config.system_prompt}, *prompt]
 
 
-def last_boxed(text: str) -> str:
+def boxed(text: str) -> str:
     """The filter `boxed`: what is in the last `\\boxed{…}` or `\\fbox{…}`; ValueError for none."""
-    boxes = [match.end() for match in re.finditer(r"\\(?:boxed|fbox)\{", text)]
-    depth = 1
-    for at in range(boxes[-1], len(text)) if boxes else ():
-        depth += {"{": 1, "}": -1}.get(text[at], 0) if text[at - 1] != "\\" else 0
-        if not depth:
-            return text[boxes[-1] : at]
-    raise ValueError("there is no \\boxed{…}")
+    content = last_boxed(text)
+    if content is None:
+        raise ValueError("there is no \\boxed{…}")
+    return content
+
+
+def number(text: str, decimal_mark: DecimalMark = ".") -> str:
+    """The filter `number`: a number in plain digits, as graders read it; ValueError for none."""
+    plain = normalise_number(text, decimal_mark)
+    if plain is None:
+        raise ValueError(f"{text[:50]!r} is no number")
+    return plain
 
 
 def required(text: str, part: str) -> str:
@@ -318,10 +332,7 @@ def _value(raw: Row, path: str) -> object:
 
 def _check_text(value: object, column: str, where: str) -> None:
     """Refuse text that no model reads: with a NUL, or of megabytes."""
-    texts = [value] if isinstance(value, str) else []
-    if not texts and column in _CONVERSATIONS and is_messages(value):
-        texts = [message["content"] for message in value]
-    for text in texts:
+    for text in texts_of(value) if isinstance(value, str) or column in _CONVERSATIONS else ():
         if len(text) > LONGEST_TEXT:
             raise DataError(
                 f"{where}: column {column!r} has {len(text):,} characters, more than "
@@ -378,7 +389,7 @@ class MappedRows:
             raise DataError(f"{self._first}; or leave it out with data.bad_rows=drop")
         raise DataError(
             f"{self._first}; {self.bad} of {self._total} rows are bad "
-            f"({rows.row_numbers(self._numbers)}): correct them, or leave them out with "
+            f"({row_numbers(self._numbers)}): correct them, or leave them out with "
             "data.bad_rows=drop"
         )
 
@@ -401,7 +412,7 @@ class MappedRows:
     def _refuse(self, number: int, error: DataError) -> None:
         self.bad += 1
         self._first = self._first or str(error)
-        if len(self._numbers) <= rows.SHOWN:
+        if len(self._numbers) <= SHOWN:
             self._numbers.append(number)
 
     def notes(self) -> list[str]:
@@ -412,7 +423,7 @@ class MappedRows:
             return [f"left out: {self._first}"]
         return [
             f"{self.address}: {self.bad} of {self._total} rows are bad and left out "
-            f"({rows.row_numbers(self._numbers)}); the first: {self._first}"
+            f"({row_numbers(self._numbers)}); the first: {self._first}"
         ]
 
 

@@ -7,19 +7,19 @@ agree with the types here; this module loads neither pandas nor torch.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard, TypeVar
 
 import numpy as np
 
+from engine.data.cells import as_text, brief, is_missing, row_numbers, texts_of
+from engine.data.messages import canonical_messages
 from engine.errors import DataError
 from engine.storage import json_rows
 from engine.storage.json_rows import Row
 
-SHOWN = 5  # rows that a message names
+M = TypeVar("M", bound=Mapping[str, Any])  # a chat message
 EXTRA, RULE, TRUTH = "extra_info", "reward_model", "ground_truth"  # columns, and a field
 
 
@@ -54,16 +54,14 @@ def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     return "\n".join(str(message["content"]) for message in prompt)
 
 
+def answered_messages(prompt: Sequence[M]) -> Sequence[M]:
+    """The messages of a prompt that a turn answers: without what it has begun of the turn."""
+    return prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
+
+
 def normalise(text: str) -> str:
     """The text without case and spacing, for telling whether two prompts are the same."""
     return " ".join(text.casefold().split())
-
-
-def is_missing(value: object) -> bool:
-    """Whether a cell holds nothing: None, NaN (JSON's, or a null of Parquet) or pandas' NA."""
-    if value is None or value is getattr(sys.modules.get("pandas"), "NA", None):
-        return True
-    return isinstance(value, float | np.floating) and bool(value != value)
 
 
 def is_messages(value: object) -> TypeGuard[Sequence[dict[str, Any]]]:
@@ -83,41 +81,13 @@ def has_words(value: object) -> bool:
 
 def is_utf8(value: object) -> bool:
     """False for a text, or messages, with half of a surrogate pair; True for other types."""
-    texts = [value] if isinstance(value, str) else []
-    if is_messages(value):
-        texts = [text for m in value for text in (m["role"], m["content"])]
-    return json_rows.is_utf8("".join(texts))
+    is_text = isinstance(value, str) or is_messages(value)
+    return json_rows.is_utf8("".join(texts_of(value) if is_text else ()))
 
 
 def is_filled(value: object) -> bool:
     """False for a text, or messages, without words or with half of a character."""
     return has_words(value) and is_utf8(value)
-
-
-def brief(value: object) -> str:
-    """A value as a message shows it, in 80 characters at most."""
-    text = repr(value[:80] if isinstance(value, str) else value)  # not of megabytes
-    return text if len(text) <= 80 else text[:77] + "…"
-
-
-def row_numbers(numbers: Sequence[int]) -> str:
-    """Rows for a message, the first few of them: "rows 2, 3"."""
-    shown = ", ".join(str(number) for number in numbers[:SHOWN])
-    return f"row{'s' * (len(numbers) > 1)} {shown}{', …' * (len(numbers) > SHOWN)}"
-
-
-def as_text(value: object) -> str:
-    """Text as it is, whole numbers without a point, all else as JSON: 7.0 is "7"."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return json.dumps(value, default=plain, sort_keys=True, ensure_ascii=False)
-
-
-def plain(value: object) -> object:
-    """Let JSON write what a frame read from Parquet holds."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
 
 
 ColumnTypes = dict[str, object]  # a type by column, e.g. {"index": int}
@@ -253,8 +223,16 @@ def reward_model(row: Row, where: str) -> Row:
 
 
 def prompt_messages(cell: object, where: str) -> list[dict[str, Any]]:
-    """The cell of `prompt` as messages; DataError for what is neither text nor messages."""
+    """The cell of `prompt` as canonical messages; DataError for what is neither text nor messages.
+
+    What is said of fine-tuning, `weight`, is left out: a prompt has nothing to learn.
+    """
     messages: object = user_message(cell) if isinstance(cell, str) else cell
+    if isinstance(messages, list | tuple | np.ndarray) and len(messages):
+        messages = [
+            {name: value for name, value in message.items() if name != "weight"}
+            for message in canonical_messages(messages, f"{where}: column 'prompt'")
+        ]
     if not is_messages(messages) or not is_filled(messages):
         raise DataError(
             f"{where}: column 'prompt' is {brief(cell)}; give a string that is not empty, or "

@@ -18,9 +18,11 @@ from typing import Any, Protocol
 import pandas as pd
 
 from engine.config import DataConfig, EvaluationSetConfig
+from engine.data.cells import as_text
 from engine.data.contract import uniform_columns
+from engine.data.messages import row_tools
 from engine.data.row_files import MappedRows, RowMapper, address_digest, split_addresses
-from engine.data.rows import EXTRA, RULE, TRUTH, as_text, normalise, prompt_text
+from engine.data.rows import EXTRA, RULE, TRUTH, normalise, prompt_text
 from engine.errors import ConfigError, DataError
 from engine.registry import Registry, import_plugins
 from engine.storage.digests import modules_digest
@@ -281,6 +283,11 @@ def _sft_frame(rows: Sequence[_Read], split: str) -> pd.DataFrame:
     """What the warm start learns: the response, or the ground truth where there is none."""
     columns = []
     for number, row in rows:
+        if row_tools(row.get("tools"), f"{split}, row {number}"):
+            raise DataError(
+                f"{split}, row {number}: column 'tools' is not shown in a workflow's warm "
+                "start; fine-tune with python -m engine.main_sft, or name the column otherwise"
+            )
         response = row.get("response")
         if not isinstance(response, str) or not response.strip():
             response = as_text(row[RULE][TRUTH])

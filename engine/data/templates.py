@@ -1,185 +1,41 @@
 """Messages and responses to tokens and back: the one place that knows chat templates.
 
-A tokenizer reads the spelling of a special token, such as `<|im_end|>`, as the token, no matter who
-wrote it: `ControlTokens` finds such spellings in what people, tools and models wrote, and encodes
-them as plain text. `encode_continuation` makes the tokens that follow a sampled turn without
-encoding the turn again, which would change its ids (BPE is no bijection).
+`turn_format` states, by rendering a template, what its generation prompt opens of the assistant's
+turn and what ends one: training, rewards, parsers and stop tokens read it there. `encode_turn` is a
+turn as it is learned, after the prompt that the policy will see. `encode_continuation` makes the
+tokens that follow a sampled turn without encoding the turn again, which would change its ids (BPE
+is no bijection).
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-import json
 import re
-import secrets
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
-from jinja2 import TemplateSyntaxError
-from tokenizers import Tokenizer
-
-from engine.data.rows import row_numbers
-from engine.errors import ConfigError, DataError, EngineError, ModelError
+from engine.data.chat_template import (
+    MARKERS,
+    Message,
+    check_roles,
+    check_tools_shown,
+    is_continued,
+    marked_parts,
+    plain_lines,
+    refusals,
+    render,
+)
+from engine.data.control_tokens import control_tokens
+from engine.errors import DataError, ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 
-_ENCODED = ("prompt", "response", "chosen", "rejected", "completion")  # columns that become tokens
-_known: WeakKeyDictionary[PreTrainedTokenizerBase, ControlTokens] = WeakKeyDictionary()
-
-
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> ControlTokens:
-    """Return the control tokens of a tokenizer, read once."""
-    known = _known.get(tokenizer)
-    if known is None or known.stamp != _stamp(tokenizer):
-        known = _known[tokenizer] = ControlTokens(tokenizer)
-    return known
-
-
-def rows_spelling_control_tokens(
-    rows: Sequence[Mapping[str, object]],
-    tokenizer: PreTrainedTokenizerBase,
-    policy: str,
-    where: str,
-    numbers: Sequence[int] = (),
-) -> list[int]:
-    """The rows (from 0) of `where`, e.g. "train", with a control token spelled in their text.
-
-    Of chat messages all texts count. With policy "fail" such rows raise DataError, which calls them
-    by `numbers` (without any: from 0); "escape" and "drop" are the caller's to carry out.
-    """
-    control = control_tokens(tokenizer)
-    cells = [[row[name] for name in _ENCODED if name in row] for row in rows]
-    spelling = [i for i, row in enumerate(cells) if any(map(control.spelled_in, row))]
-    if spelling and policy == "fail":
-        shown = row_numbers([numbers[i] if numbers else i for i in spelling])
-        raise DataError(
-            f"{where}: {len(spelling)} of {len(rows)} rows ({shown}) spell control tokens of the "
-            f"model such as {control.example(rows[spelling[0]])!r} in their text; correct them, or "
-            "set data.control_tokens to escape (keep it as text) or drop"
-        )
-    return spelling
-
-
-class ControlTokens:
-    """The special tokens of a tokenizer, and encoding in which no other text becomes one.
-
-    `stand_in` marks the spellings in what was written by others; a template is rendered around
-    that; `encode` then makes tokens of the template's spellings and text of the marked ones.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.stamp = _stamp(tokenizer)
-        special = [token for token in tokenizer.added_tokens_decoder.values() if token.special]
-        spellings = dict.fromkeys([*(str(t.content) for t in special), *self.stamp[1]])
-        to_id: Any = tokenizer.convert_tokens_to_ids
-        self.ids: dict[str, int] = {text: int(to_id(text)) for text in spellings}
-        # The tokenizer itself would keep this object alive, and with it itself.
-        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self._name = tokenizer.name_or_path
-        self._normalized = any(token.normalized for token in special)
-        self._unknown = tokenizer.unk_token_id
-        # Digits, which a template's filters leave alone; nobody can guess them.
-        mark = "".join(secrets.choice("0123456789") for _ in range(24))
-        self._stand_ins = {text: f"{mark}{i:06d}" for i, text in enumerate(self.ids)}
-        self._aliases = {text: f"<|{mark}-{i}|>" for i, text in enumerate(self.ids)}
-        longest_first = sorted(self.ids, key=len, reverse=True)
-        self._spelled = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._stood_in = re.compile(rf"{mark}\d{{6}}")
-        self._twin: Tokenizer | None = None
-
-    def spelled_in(self, value: object) -> bool:
-        """Whether a text, or any text of messages, spells a control token."""
-        return any(self._spelled.search(t) or self._is_read(t) for t in _texts(value))
-
-    def _is_read(self, text: str) -> bool:
-        """Whether the tokenizer reads a control token of another spelling, e.g. "[sep]"."""
-        if not self._normalized or not isinstance(self._backend, Tokenizer):
-            return False
-        read = set(self._backend.encode(text, add_special_tokens=False).ids)
-        return not read.isdisjoint(set(self.ids.values()) - {self._unknown})
-
-    def example(self, value: object) -> str:
-        """A control token that is spelled in `value`."""
-        spelled = (m[0] for text in _texts(value) for m in self._spelled.finditer(text))
-        return next(spelled, next(iter(self.ids)))
-
-    def stand_in(self, value: object) -> Any:
-        """`value` with stand-ins for the control tokens that its texts spell."""
-        if isinstance(value, str):
-            return self._spelled.sub(lambda match: self._stand_ins[match[0]], value)
-        if isinstance(value, Mapping):
-            return {self.stand_in(key): self.stand_in(item) for key, item in value.items()}
-        if isinstance(value, list | tuple | np.ndarray):
-            return [self.stand_in(item) for item in value]
-        return value
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Encode text with stand-ins, which become the text that they stand for, never a token."""
-        originals = {stand_in: spelling for spelling, stand_in in self._stand_ins.items()}
-        text = self._spelled.sub(lambda match: self._aliases[match[0]], text)
-        text = self._stood_in.sub(lambda match: originals[match[0]], text)
-        twin = self._twin = self._twin or self._make_twin()
-        return list(twin.encode(text, add_special_tokens=add_special_tokens).ids)
-
-    def _make_twin(self) -> Tokenizer:
-        """The same tokenizer, with control tokens that are spelled as their aliases."""
-        try:
-            spec = json.loads(self._backend.to_str())
-            for token in spec["added_tokens"]:
-                if alias := self._aliases.get(token["content"]):
-                    token.update(content=alias, normalized=False, special=True)
-            self._rename_in(spec["model"])
-            spec.update(truncation=None, padding=None)
-            twin = Tokenizer.from_str(json.dumps(spec))
-            ids = {text: twin.token_to_id(alias) for text, alias in self._aliases.items()}
-            if ids != self.ids:
-                raise ValueError("the aliases have other ids")
-        except Exception as error:  # a slow tokenizer, or tokenizers' bare Exception
-            raise DataError(
-                f"the tokenizer {self._name!r} can't keep control tokens that are spelled in a "
-                "text apart from its own; set data.control_tokens=drop to leave such rows out"
-            ) from error
-        return twin
-
-    def _rename_in(self, model: dict[str, Any]) -> None:
-        """Rename control tokens in the vocabulary of tokenizer.json's model, in place."""
-        names, vocabulary = self._aliases, model["vocab"]
-        if isinstance(vocabulary, dict):
-            model["vocab"] = {names.get(token, token): i for token, i in vocabulary.items()}
-        else:  # Unigram: pairs of token and score
-            model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
-        if isinstance(unknown := model.get("unk_token"), str):
-            model["unk_token"] = names.get(unknown, unknown)
-
-
-def _stamp(tokenizer: PreTrainedTokenizerBase) -> tuple[int, tuple[str, ...]]:
-    """Changes when special tokens are added, or named otherwise."""
-    return len(tokenizer), tuple(map(str, tokenizer.all_special_tokens))
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Every text in a value, keys included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _texts(key)
-            yield from _texts(item)
-    elif isinstance(value, list | tuple | np.ndarray):
-        for item in value:
-            yield from _texts(item)
-
-
-Message = Mapping[str, Any]  # e.g. {"role": "user", "content": "What is 2+3?"}
 FROM_0 = range(sys.maxsize)
-ROLES = ("system", "developer", "user", "assistant", "tool")  # and those that a template names
 
 
 def encode_prompt(
@@ -189,16 +45,34 @@ def encode_prompt(
 ) -> list[int]:
     """Encode chat messages up to where the assistant speaks.
 
-    `tools` are JSON schemas for the template to show. A tokenizer without a chat template gets
-    plain text, "Question: …\\nAnswer:", with the tokenizer's own start token where it has one, and
-    no tools. Raises DataError for a role that neither `ROLES` nor the template has.
+    Where the last message is the assistant's, its text begins the turn, which is continued. `tools`
+    are JSON schemas for the template to show. A tokenizer without a chat template gets plain text,
+    "Question: …\\nAnswer:", with the tokenizer's own start token where it has one, and no tools.
+    Raises DataError for a role that neither `ROLES` nor the template has.
     """
-    _check_roles(tokenizer, messages)
+    check_roles(tokenizer, messages)
     chat, encode = _escaped(tokenizer, messages)
     if not tokenizer.chat_template:
         ids = encode(plain_lines(chat), add_special_tokens=True)
         return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
-    return encode(render(tokenizer, chat, tools, True), add_special_tokens=False)
+    return encode(_generation_text(tokenizer, chat, tools), add_special_tokens=False)
+
+
+def _generation_text(
+    tokenizer: PreTrainedTokenizerBase,
+    chat: Sequence[Message],
+    tools: Sequence[Mapping[str, object]],
+) -> str:
+    """The template's text up to where the assistant speaks, or goes on."""
+    if not is_continued(chat):
+        return render(tokenizer, chat, tools, True)
+    *before, begun = chat
+    if not before:
+        raise DataError("a prompt is the assistant's message alone; put the user's before it")
+    _check_plain(begun)
+    text = render(tokenizer, before, tools, True)
+    said = str(begun["content"])
+    return text + _after_opening(turn_format(tokenizer).opening, said, is_whole=False)
 
 
 def _escaped(
@@ -219,79 +93,30 @@ def tool_tokens(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str,
     return len(encode_prompt(tokenizer, ask, tools)) - len(encode_prompt(tokenizer, ask))
 
 
-def render(
+def encode_conversation(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
-    tools: Sequence[Mapping[str, object]],
-    add_generation_prompt: bool,
-) -> str:
-    """The chat template's text of messages, whose own texts may still spell control tokens."""
-    text: object = tokenizer.apply_chat_template(
-        [dict(message) for message in messages],
-        tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=add_generation_prompt,
-        tokenize=False,
-    )
-    return str(text)
-
-
-def encode_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+    tools: Sequence[Mapping[str, object]] = (),
 ) -> list[int]:
     """Encode a whole conversation, as the reward `reward_model` reads it, without padding tokens.
 
     A tokenizer without a chat template gets the last prompt and the response on lines of their own.
     """
-    _check_roles(tokenizer, messages)
+    check_roles(tokenizer, messages)
     chat, encode = _escaped(tokenizer, messages)
     if tokenizer.chat_template:
-        ids = encode(render(tokenizer, chat, (), False), add_special_tokens=False)
+        text = render(tokenizer, chat, tools, False)
+        check_tools_shown(text, tools)
+        if str(chat[-1].get("reasoning_content") or "").strip() not in text:
+            raise _thought_left_out()
+        ids = encode(text, add_special_tokens=False)
     else:
+        _check_plain(messages[-1])
         text = "\n".join(str(message["content"]) for message in chat[-2:])
         ids = encode(text, add_special_tokens=True)
     while ids and ids[-1] == tokenizer.pad_token_id:
         ids.pop()
     return ids
-
-
-def with_template_variables(
-    tokenizer: PreTrainedTokenizerBase, variables: Mapping[str, object]
-) -> PreTrainedTokenizerBase:
-    """A copy of the tokenizer whose chat template has variables, e.g. {"enable_thinking": False}.
-
-    They are written into the template, so a tokenizer that is saved keeps them. Raises ConfigError
-    without a template, and for a name that is no variable or that `apply_chat_template` fills.
-    """
-    if not variables:
-        return tokenizer
-    setting = "data.apply_chat_template_kwargs"
-    if not isinstance(tokenizer.chat_template, str):
-        raise ConfigError(
-            f"{setting} needs a chat template, and the tokenizer {tokenizer.name_or_path!r} has "
-            "none; remove it"
-        )
-    filled = inspect.signature(tokenizer.apply_chat_template).parameters
-    for name in variables:
-        if not name.isidentifier() or name in filled or name == "messages":
-            raise ConfigError(
-                f"{setting}.{name} is no variable that a chat template leaves open; remove it"
-            )
-    head = "".join(
-        "{%- set " + f"{name} = {name} if {name} is defined else {_jinja(value)}" + " -%}"
-        for name, value in variables.items()
-    )
-    copied = copy.copy(tokenizer)
-    copied.chat_template = head + tokenizer.chat_template
-    return copied
-
-
-def _jinja(value: object) -> str:
-    """A JSON value as a literal of a template."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_jinja(str(k))}: {_jinja(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_jinja, value)) + "]"
-    return "none" if value is None else repr(value)
 
 
 def encode_prompts(
@@ -344,90 +169,347 @@ def encode_row(
         return ids
 
 
-@contextmanager
-def refusals(tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[None]:
-    """Turn whatever a template raises into an error of ours."""
-    name = tokenizer.name_or_path or "given"
-    try:
-        yield
-    except EngineError as error:
-        raise type(error)(f"{where}: {error}") from error
-    except TemplateSyntaxError as error:
-        raise ModelError(
-            f"the chat template of the tokenizer {name!r} is no valid template (line "
-            f"{error.lineno}: {error.message}); correct chat_template in its folder"
-        ) from error
-    except Exception as error:  # a template is code of the model's authors
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise DataError(
-            f"{where}: the chat template of the tokenizer {name!r} refuses the prompt "
-            f"({type(error).__name__}: {reason}); change its messages, or remove the row"
-        ) from error
-
-
-def _check_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
-    """A template may write a role between control tokens, or as a part of one."""
-    template = str(tokenizer.chat_template or "")
-    for role in (message["role"] for message in messages):
-        named = role.isidentifier() and re.search(f"""['"]{role}['"]""", template)
-        if role not in ROLES and not named:
-            raise DataError(
-                f"a message has the role {role!r}, which the model's chat template doesn't name; "
-                f"use one of {', '.join(ROLES)}"
-            )
-
-
-def plain_lines(messages: Sequence[Message]) -> str:
-    """Messages as a tokenizer without a chat template gets them."""
-    labels = {"user": "Question: ", "assistant": "Answer: "}
-    lines = [labels.get(m["role"], "") + m["content"] for m in messages]
-    return "\n".join([*lines, "Answer:"])
-
-
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Encode a prompt in the model's own format, in which control tokens are control tokens."""
     return [int(i) for i in tokenizer.encode(text, add_special_tokens=True)]
 
 
-def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode what the assistant says, and the end token; one that the text spells is text."""
+def encode_response(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, continues: bool = False
+) -> list[int]:
+    """Encode what the assistant says after a prompt, and its end; a token that it spells is text.
+
+    What the template has opened (`<think>`) is not written again; a thought that the text doesn't
+    have is closed. `continues`: the prompt has begun the text itself. Raises DataError for a
+    thought after a prompt that has closed it.
+    """
+    said = text if continues else _after_opening(turn_format(tokenizer).opening, text)
     end, control = end_token_id(tokenizer), control_tokens(tokenizer)
-    if control.spelled_in(text):
-        return [*control.encode(control.stand_in(text)), end]
-    return [*map(int, tokenizer.encode(text, add_special_tokens=False)), end]
+    if control.spelled_in(said):
+        return [*control.encode(control.stand_in(said)), end]
+    return [*map(int, tokenizer.encode(said, add_special_tokens=False)), end]
 
 
-def decode_response(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    """Return the text of sampled tokens, special tokens removed."""
-    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+class EncodedTurn(NamedTuple):
+    """A prompt, and the assistant's turn after it."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]  # to its end token
+    learned: list[bool]  # of each of them: false outside of a template's {% generation %}
+
+
+def encode_turn(
+    tokenizer: PreTrainedTokenizerBase,
+    before: Sequence[Message],
+    message: Message,
+    tools: Sequence[Mapping[str, object]] = (),
+) -> EncodedTurn:
+    """The tokens of a prompt, and of the assistant's message after it as a policy samples them.
+
+    They are what the template writes of it after the generation prompt, to its end token. Raises
+    DataError as `encode_prompt` and `encode_response` do, and where the template leaves out what
+    the message holds besides.
+    """
+    if is_continued(before) or not tokenizer.chat_template:
+        return _encode_plain_turn(tokenizer, before, message)
+    check_roles(tokenizer, [*before, message])
+    turns = turn_format(tokenizer)
+    chat, encode = _escaped(tokenizer, [*before, message])
+    opened = _generation_text(tokenizer, chat[:-1], tools)
+    prompt = encode(opened, add_special_tokens=False)
+    if not prompt:
+        raise DataError("the chat template makes no tokens of the prompt")
+    written = render(tokenizer, chat, tools, False)
+    check_tools_shown(written, tools)
+    said = _said(turns, opened, written, chat[-1])
+    end = max((said.rfind(end) + len(end) for end in turns.ends if end in said), default=0)
+    if not end:  # a template without an end token
+        ids = encode(said.removesuffix(turns.tail), add_special_tokens=False)
+        ids = [*ids, end_token_id(tokenizer)]
+        return EncodedTurn(prompt, ids, [True] * len(ids))
+    if not turns.joins:  # the tokenizer writes the begin of a text otherwise
+        whole = encode(opened + said[:end], add_special_tokens=False)
+        if whole[: len(prompt)] == prompt:
+            ids = whole[len(prompt) :]
+            return EncodedTurn(prompt, ids, [True] * len(ids))
+    start, ids, learned = len(written) - len(said), list[int](), list[bool]()
+    is_marked = MARKERS.search(str(tokenizer.chat_template)) and written.endswith(said)
+    spans = marked_parts(tokenizer, chat, tools, start, end) if is_marked else [(0, end, True)]
+    for first, last, learn in spans:
+        part = encode(said[first:last], add_special_tokens=False)
+        ids, learned = ids + part, learned + [learn] * len(part)
+    return EncodedTurn(prompt, ids, learned)
+
+
+def _encode_plain_turn(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[Message], message: Message
+) -> EncodedTurn:
+    """A turn that no template writes: there is none, or the prompt has begun it."""
+    _check_plain(message)
+    said = str(message["content"])
+    ids = encode_response(tokenizer, said, continues=is_continued(before))
+    return EncodedTurn(encode_prompt(tokenizer, before), ids, [True] * len(ids))
+
+
+def _check_plain(message: Message) -> None:
+    """Refuse what only a template could write."""
+    more = [name for name in ("tool_calls", "reasoning_content") if message.get(name)]
+    if more:
+        raise DataError(
+            f"the assistant's message has {more[0]}, which needs a chat template and a turn that "
+            "the prompt has not begun; remove it"
+        )
+
+
+def _said(turns: TurnFormat, opened: str, written: str, message: Message) -> str:
+    """What a conversation's text `written` has of its last message after the prompt `opened`."""
+    content, thought = str(message["content"] or ""), str(message.get("reasoning_content") or "")
+    answer = content.rpartition(_END_OF_THOUGHT)[2].strip()
+    if message.get("tool_calls") and answer not in written:
+        raise DataError("the chat template leaves out content beside tool_calls; remove it")
+    if written.startswith(opened):
+        said = written.removeprefix(opened)
+    else:
+        head = opened[: len(opened) - len(turns.opening)]
+        if not written.startswith(head):
+            raise DataError(
+                "the chat template doesn't write an answer after what it writes for one to come; "
+                "give the model another template"
+            )
+        said = written.removeprefix(head)
+        if _END_OF_THOUGHT in content and _END_OF_THOUGHT not in said:  # it leaves thoughts out
+            if not message.get("tool_calls"):
+                return _after_opening(turns.opening, content + turns.tail)
+            thought = content.partition(_END_OF_THOUGHT)[0].replace(_THOUGHT, "", 1)
+    if thought.strip() in said:
+        return said if written.startswith(opened) else _after_opening(turns.opening, said)
+    if _THOUGHT not in turns.opening:
+        raise _thought_left_out()
+    return _after_opening(
+        turns.opening, f"{_THOUGHT}\n{thought.strip()}\n{_END_OF_THOUGHT}\n\n{said.lstrip()}"
+    )
+
+
+_THOUGHT, _END_OF_THOUGHT = "<think>", "</think>"
+_EMPTY_THOUGHT = re.compile(r"\s*<think>\s*</think>\s*")
+
+
+def _thought_left_out() -> DataError:
+    return DataError(
+        "the chat template leaves out reasoning_content; write it into content as "
+        f"{_THOUGHT}…{_END_OF_THOUGHT}, or give the model another template"
+    )
+
+
+def _after_opening(opening: str, text: str, *, is_whole: bool = True) -> str:
+    """What follows `opening` in a turn's text, which may begin with it.
+
+    A thought that the prompt has opened is closed where a whole turn has none.
+    """
+    begun, bare = text.lstrip(), opening.strip()
+    if not bare:
+        return text
+    if begun.startswith(opening):
+        return begun.removeprefix(opening)
+    if begun.startswith(bare):
+        return begun.removeprefix(bare).lstrip("\n")
+    if _END_OF_THOUGHT in opening:
+        if empty := _EMPTY_THOUGHT.match(text):
+            return text[empty.end() :]
+        if begun.startswith(_THOUGHT):
+            raise DataError(
+                "the assistant thinks in it, and the chat template's generation prompt has closed "
+                "the thought; remove enable_thinking=false from the template's variables, or the "
+                "thought"
+            )
+    elif is_whole and _THOUGHT in opening and _END_OF_THOUGHT not in text:
+        return f"\n{_END_OF_THOUGHT}\n\n{text}"
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFormat:
+    """What a chat template writes around what the assistant says."""
+
+    header: str  # between the user's words and the turn, e.g. "<|end|><|assistant|>"
+    opening: str  # of the turn itself, in the generation prompt already, e.g. "<think>\n"
+    tail: str  # after what the assistant says, e.g. "<|im_end|>\n"
+    ends: tuple[str, ...]  # tokens that end a turn, of words and of tool calls
+    end_ids: tuple[int, ...]  # the same as ids; without any in the template the tokenizer's eos
+    start_id: int | None = None  # the token that the header begins with, if it is a control token
+    joins: bool = True  # whether prompt and turn, encoded apart, are the conversation's tokens
+
+
+_formats: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[object, TurnFormat]] = (
+    WeakKeyDictionary()
+)
+
+
+def turn_format(tokenizer: PreTrainedTokenizerBase) -> TurnFormat:
+    """What a tokenizer's template opens of the assistant's turn, and what ends one.
+
+    Both are found by rendering it, once for a tokenizer; a template that refuses a question and an
+    answer opens nothing, and its turns end with the tokenizer's eos.
+    """
+    stamp = (control_tokens(tokenizer).stamp, str(tokenizer.chat_template))
+    known = _formats.get(tokenizer)
+    if known is None or known[0] != stamp:
+        known = _formats[tokenizer] = (stamp, _rendered_format(tokenizer))
+    return known[1]
+
+
+def _rendered_format(tokenizer: PreTrainedTokenizerBase) -> TurnFormat:
+    eos = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    if not tokenizer.chat_template:
+        return TurnFormat("Answer:", "", "", (), eos)
+    asked = _rendered(tokenizer, [_QUESTION], True)
+    answered = _rendered(tokenizer, [_QUESTION, _TURN_OF_TEXT], False)
+    continued = _rendered(tokenizer, [_QUESTION, _TURN_OF_TEXT, _BEFORE], True)
+    if _ASKED not in asked or _TURN not in answered:
+        return TurnFormat("", "", "", (), eos)
+    before = asked.rpartition(_ASKED)[2]
+    headers = [
+        text.partition(_ASKED)[2].partition(_TURN)[0]
+        for text in (answered, continued)
+        if _TURN in text
+    ]
+    header = _common_start([before, *headers]).partition(_THOUGHT)[0]
+    tail = answered.rpartition(_TURN)[2]
+    ends = _turn_ends(tokenizer, tail)
+    said = answered.removeprefix(asked)
+    whole, prompt_ids, said_ids, header_ids = (
+        tokenizer.encode(text, add_special_tokens=False)
+        for text in (asked + said, asked, said, header)
+    )
+    return TurnFormat(
+        header,
+        before.removeprefix(header),
+        tail,
+        tuple(str(token) for token in tokenizer.convert_ids_to_tokens(ends)),
+        tuple(ends) or eos,
+        next((i for i in header_ids[:1] if i in tokenizer.added_tokens_decoder), None),
+        prompt_ids + said_ids == whole,
+    )
+
+
+def _turn_ends(tokenizer: PreTrainedTokenizerBase, tail: str) -> list[int]:
+    """The tokens that end a turn of words, which `tail` follows, and one of tool calls."""
+    added = {i: t for i, t in tokenizer.added_tokens_decoder.items() if i != tokenizer.unk_token_id}
+    ends = [i for i in tokenizer.encode(tail, add_special_tokens=False) if i in added][:1]
+    called = _rendered(tokenizer, [_QUESTION, _TURN_OF_A_CALL], False).rpartition(_TURN)
+    ids = tokenizer.encode(called[2], add_special_tokens=False) if called[1] else []
+    # Control tokens may close the list of calls before the one that ends the turn.
+    special = [i for i in ids if i in added and added[i].special]
+    return ends if set(special) & set(ends) else [*ends, *special[-1:]]
+
+
+def _common_start(texts: Sequence[str]) -> str:
+    """The longest text that all of them begin with."""
+    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    return "".join(letters[0] for letters in same)
+
+
+def _rendered(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool
+) -> str:
+    """The template's text, empty where it refuses the messages."""
+    try:
+        return render(tokenizer, messages, (), add_generation_prompt)
+    except Exception:  # a template is code of the model's authors; `refusals` says why, of a row
+        return ""
+
+
+def opened_text(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int]) -> str:
+    """What a prompt has written of the assistant's turn already, e.g. "<think>\\n"."""
+    turns = turn_format(tokenizer)
+    if not turns.header:
+        return ""
+    text = decode_response(tokenizer, _last_header(turns, prompt_ids), keep_control=True)
+    opened = text.rpartition(turns.header)[2] if turns.header in text else ""
+    return "" if any(end in opened for end in turns.ends) else opened
+
+
+def _last_header(turns: TurnFormat, prompt_ids: Sequence[int]) -> list[int]:
+    """The end of a prompt, so that no long one is decoded: from its last header on."""
+    ids = list(prompt_ids)
+    start = ids[::-1].index(turns.start_id) + 1 if turns.start_id in ids else len(ids)
+    return ids[len(ids) - start :]
+
+
+def turn_text(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    ids: Sequence[int],
+    *,
+    keep_control: bool = False,
+) -> str:
+    """The text of a whole turn: what its prompt has opened, and what was sampled after it."""
+    said = decode_response(tokenizer, ids, keep_control=keep_control)
+    opened = opened_text(tokenizer, prompt_ids)
+    if not opened:
+        return said
+    before = _last_header(turn_format(tokenizer), prompt_ids)
+    start, whole = (
+        decode_response(tokenizer, tokens, keep_control=keep_control)
+        for tokens in (before, [*before, *ids])
+    )
+    # Decoded alone, a text may lose the space that it begins with.
+    return opened + (whole.removeprefix(start) if whole.startswith(start) else said)
+
+
+def decode_response(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], *, keep_control: bool = False
+) -> str:
+    """Return the text of sampled tokens, special tokens removed unless they are kept."""
+    text = tokenizer.decode(
+        list(ids), skip_special_tokens=not keep_control, clean_up_tokenization_spaces=False
+    )
     assert isinstance(text, str)
     return text
 
 
 def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends a response; ModelError where none is defined."""
-    if tokenizer.eos_token_id is None:
+    """The token that ends a response, of the template or else the tokenizer's eos.
+
+    Raises ModelError where neither is defined.
+    """
+    ends = turn_format(tokenizer).end_ids
+    if not ends:
         raise ModelError(
             f"the tokenizer {tokenizer.name_or_path!r} has no end token; set eos_token in its "
             "tokenizer_config.json"
         )
-    return int(tokenizer.eos_token_id)
+    return ends[0]
 
 
 def stop_token_ids(
     tokenizer: PreTrainedTokenizerBase, model_config: object = None
 ) -> tuple[int, ...]:
-    """The tokens at which sampling stops, ascending: the tokenizer's end token and a model's.
+    """The tokens at which sampling stops, ascending: the template's, the tokenizer's and a model's.
 
-    `model_config` is a transformers model or generation config.
+    `model_config` is a transformers model or generation config. Raises as `end_token_id` does.
     """
     extra = getattr(model_config, "eos_token_id", None)
     extra = [] if extra is None else [extra] if isinstance(extra, int) else extra
-    return tuple(sorted({end_token_id(tokenizer), *map(int, extra)}))
+    eos = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    ends = (end_token_id(tokenizer), *turn_format(tokenizer).end_ids)
+    return tuple(sorted({*ends, *eos, *map(int, extra)}))
+
+
+def add_stop_tokens(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let whoever samples by a generation config stop at the end of a turn, in place."""
+    known = config.eos_token_id
+    known = [] if known is None else [known] if isinstance(known, int) else known
+    if not tokenizer.chat_template or not turn_format(tokenizer).end_ids:
+        return
+    if not {*turn_format(tokenizer).end_ids} <= {*known}:
+        config.eos_token_id = list(stop_token_ids(tokenizer, config))
 
 
 _TURN = "SampledTurn7f3a"  # what the policy is made to have said
-_BEFORE = {"role": "user", "content": "?"}
+_ASKED = "AskedBefore5c1e"
+_QUESTION: Message = {"role": "user", "content": _ASKED}
+_BEFORE: Message = {"role": "user", "content": "?"}
 _TURN_OF_TEXT: Message = {"role": "assistant", "content": _TURN}
 # For a template in which tools answer only to calls; Mistral's wants ids of nine characters.
 _FUNCTION = {"name": "tool", "arguments": {"text": _TURN}}
@@ -456,7 +538,7 @@ def encode_continuation(
         text = "\n" + plain_lines(chat)
     ids = encode(text, add_special_tokens=False)
     if not tokenizer.chat_template and ended_by is None:
-        return [tokenizer.eos_token_id, *ids] if tokenizer.eos_token_id is not None else ids
+        return [*turn_format(tokenizer).end_ids[:1], *ids]
     if ended_by is not None and ids and ids[0] in stop_ids:
         return ids[1:]
     return ids

@@ -6,25 +6,24 @@ A preference is two rows of a batch with one prompt, which a packed forward pass
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 
 from engine.batch import Batch
 from engine.config import RowsConfig
 from engine.data import templates
-from engine.data.collate import collate_completions
-from engine.data.preference_rows import Kind, read_preference_rows
+from engine.data.chat_template import Message, refusals, with_template_variables
+from engine.data.collate import SFTExample, collate_completions
+from engine.data.preference_rows import Kind, Said, read_preference_rows
 from engine.errors import DataError
 from engine.storage.json_rows import Row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Pair = tuple[list[int], list[int]]  # ids of the prompt, and of the response with its end token
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,8 @@ class StepExample:
 
 
 PreferenceExample = PairExample | LabelledExample
-E = TypeVar("E", bound=Pair | PreferenceExample | StepExample)
+E = TypeVar("E", bound=SFTExample | PreferenceExample | StepExample)
+TrainOn = Literal["all", "last"]
 
 
 class ReadOptions(TypedDict, total=False):
@@ -79,20 +79,68 @@ class ReadOptions(TypedDict, total=False):
     too_long: Literal["fail", "drop"]  # longer ones are an error (default), or left out
 
 
-def read_sft_pairs(
-    paths: Sequence[str], tokenizer: PreTrainedTokenizerBase, **options: Unpack[ReadOptions]
-) -> list[Pair]:
-    """Read and encode rows `{prompt, response}` of files, folders, s3://… or hf://….
+def read_sft_examples(
+    paths: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    train_on: TrainOn = "all",
+    **options: Unpack[ReadOptions],
+) -> list[SFTExample]:
+    """Read and encode rows `{prompt, response}` or `{messages}` of files, folders, s3://… or hf://….
 
-    `prompt` is text or chat messages, `response` text. Without them, `messages` is a conversation
-    whose last message is the response. Raises DataError, in a sentence, for bad rows.
+    `prompt` is text or chat messages, `response` text or the assistant's message. Of `messages`, a
+    conversation, all turns of the assistant are learned, or the last; `tools` are shown with both.
+    Raises DataError, in a sentence, for bad rows.
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> Pair:
-        prompt = templates.encode_row(tokenizer, row["prompt"], where)
-        return prompt, templates.encode_response(tokenizer, row["response"])
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> list[SFTExample]:
+        if "messages" not in row:
+            return [SFTExample(*_turn(tokenizer, row, row["response"], where))]
+        with refusals(tokenizer, where):
+            return conversation_examples(tokenizer, row["messages"], row.get("tools", ()), train_on)
 
-    return _read(paths, tokenizer, "responses", encode, **options)
+    return _read_each(paths, tokenizer, "responses", encode, **options)
+
+
+def conversation_examples(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, object]] = (),
+    train_on: TrainOn = "all",
+) -> list[SFTExample]:
+    """The examples of a conversation: each of its turns as the policy will see and sample it.
+
+    Turns are one example as long as the prompt of the next one begins with the tokens of those
+    before it; where a template writes earlier turns otherwise (it leaves their thoughts out),
+    another example begins. A turn with `weight` 0 is not learned. Raises DataError where none is.
+    """
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]
+    if train_on == "last":
+        turns = [i for i in turns if i == len(messages) - 1]
+    examples: list[SFTExample] = []
+    for i in turns:
+        turn = templates.encode_turn(tokenizer, messages[:i], messages[i], tools)
+        example = SFTExample(*turn)
+        if examples and (joined := _joined(examples[-1], example)) is not None:
+            examples[-1] = joined
+        else:
+            examples.append(example)
+    if not any(any(example.learned or ()) for example in examples):
+        raise DataError(
+            "nothing of it is learned, by the weights of its messages, train_on or the marks "
+            "{% generation %} of the chat template; remove it"
+        )
+    return examples
+
+
+def _joined(first: SFTExample, second: SFTExample) -> SFTExample | None:
+    """One example of two turns; None where the second's prompt doesn't begin with the first."""
+    so_far = first.prompt_ids + first.response_ids
+    if second.prompt_ids[: len(so_far)] != so_far:
+        return None
+    between = second.prompt_ids[len(so_far) :]
+    learned = [*(first.learned or ()), *([False] * len(between)), *(second.learned or ())]
+    response = first.response_ids + between + second.response_ids
+    return SFTExample(first.prompt_ids, response, learned)
 
 
 def read_preferences(
@@ -107,13 +155,11 @@ def read_preferences(
     """
 
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PreferenceExample:
-        prompt = templates.encode_row(tokenizer, row["prompt"], where)
         if "label" in row:
-            completion = templates.encode_response(tokenizer, row["completion"])
+            prompt, completion, _ = _turn(tokenizer, row, row["completion"], where)
             return LabelledExample(prompt, completion, row["label"])
-        chosen, rejected = (
-            templates.encode_response(tokenizer, row[s]) for s in ("chosen", "rejected")
-        )
+        prompt, chosen, _ = _turn(tokenizer, row, row["chosen"], where)
+        _, rejected, _ = _turn(tokenizer, row, row["rejected"], where)
         return PairExample(prompt, chosen, rejected, row["margin"])
 
     return _read(path, tokenizer, kind, encode, **options)
@@ -177,6 +223,17 @@ def _read(
     tokenizer: PreTrainedTokenizerBase,
     kind: Kind,
     encode: Callable[[PreTrainedTokenizerBase, Row, str], E],
+    **options: Unpack[ReadOptions],
+) -> list[E]:
+    """As `_read_each`, for rows of one example each."""
+    return _read_each(path, tokenizer, kind, lambda *row: [encode(*row)], **options)
+
+
+def _read_each(
+    path: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    kind: Kind,
+    encode: Callable[[PreTrainedTokenizerBase, Row, str], list[E]],
     *,
     config: RowsConfig | None = None,
     max_length: int = 0,
@@ -184,19 +241,21 @@ def _read(
 ) -> list[E]:
     """Encode the rows of all files; DataError for long ones unless they are dropped."""
     config = config or RowsConfig()
-    tokenizer = templates.with_template_variables(tokenizer, config.apply_chat_template_kwargs)
+    tokenizer = with_template_variables(tokenizer, config.apply_chat_template_kwargs)
     examples: list[E] = []
     for file in read_preference_rows([path] if isinstance(path, str) else path, config, kind):
-        encoded = [
-            encode(tokenizer, row, f"{file.address}, row {number}")
+        numbered = [
+            (number, example)
             for row, number in zip(file.rows, file.numbers, strict=True)
+            for example in encode(tokenizer, row, f"{file.address}, row {number}")
         ]
+        encoded = [example for _, example in numbered]
         lengths = [_length(example) for example in encoded]
         long = [i for i, length in enumerate(lengths) if max_length and length > max_length]
         if long and too_long != "drop":
             raise DataError(
                 f"{file.address}: {len(long)} of {len(encoded)} examples are longer than "
-                f"{max_length} tokens, first row {file.numbers[long[0]]} with {lengths[long[0]]}; "
+                f"{max_length} tokens, first row {numbered[long[0]][0]} with {lengths[long[0]]}; "
                 "shorten them, or leave them out with data.too_long=drop"
             )
         left_out = set(long)
@@ -204,21 +263,35 @@ def _read(
     return examples
 
 
-def _length(example: Pair | PreferenceExample | StepExample) -> int:
+def _length(example: SFTExample | PreferenceExample | StepExample) -> int:
     """Tokens of the longer row that an example makes."""
-    if isinstance(example, tuple):
-        return sum(map(len, example))
+    if isinstance(example, SFTExample):
+        return len(example.prompt_ids) + len(example.response_ids)
     if isinstance(example, StepExample):
         return len(example.prompt_ids) + len(example.completion_ids)
     return len(example.prompt_ids) + max(map(len, example.responses))
 
 
+def _turn(
+    tokenizer: PreTrainedTokenizerBase, row: Row, response: Said, where: str
+) -> templates.EncodedTurn:
+    with refusals(tokenizer, where):
+        tools = row.get("tools", ())
+        return templates.encode_turn(tokenizer, row["prompt"], _message(response), tools)
+
+
+def _message(response: Said) -> dict[str, Any]:
+    if isinstance(response, str):
+        return {"role": "assistant", "content": response}
+    return response
+
+
 def _conversation(
-    tokenizer: PreTrainedTokenizerBase, row: Row, response: str, where: str
+    tokenizer: PreTrainedTokenizerBase, row: Row, response: Said, where: str
 ) -> list[int]:
-    with templates.refusals(tokenizer, where):
-        turns = [*row["prompt"], {"role": "assistant", "content": response}]
-        return templates.encode_conversation(tokenizer, turns)
+    with refusals(tokenizer, where):
+        turns = [*row["prompt"], _message(response)]
+        return templates.encode_conversation(tokenizer, turns, row.get("tools", ()))
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:

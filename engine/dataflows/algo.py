@@ -238,8 +238,9 @@ class Algo:
         """The fields that the updates read, all `[B, R]`; waits for the batch.
 
         `token_level_rewards`, `advantages`, `returns`, and the `response_mask` to train with:
-        rows whose reward failed and what rollout correction rejects are out of it. With
-        correction `rollout_is_weights`, and what the policy loss prepares over the global batch.
+        rows whose reward failed, truncated ones with `mask_truncated` and what rollout correction
+        rejects are out of it. With correction `rollout_is_weights`, and what the policy loss
+        prepares over the global batch.
         """
         batch = lazy.resolve()
         with span("advantages"):
@@ -258,6 +259,8 @@ class Algo:
         out = self.estimator(
             AdvantageInputs(rewards, present, group_ids, **inputs), **self._options
         )
+        if self.config.algorithm.mask_truncated:
+            mask = shaping.without_truncated(mask, batch["truncated"])
         fields |= {
             "token_level_rewards": rewards,
             "advantages": mask_out(mask, out.advantages.float()),

@@ -90,13 +90,15 @@ def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
     """Rows 2i and 2i+1: the best and the worst completion of a group, by shaped reward.
 
     A group whose rewards are all equal gives no pair; of equal completions the first one counts.
-    Rows that are empty or whose reward failed are left out.
+    Rows that are empty or whose reward failed are left out, truncated ones with `mask_truncated`.
     """
     batch = lazy.resolve()
     rewards = algo.shaped_rewards(batch, batch["response_mask"]).sum(1)
     usable = batch["response_mask"].bool().any(1)
     if "reward_failed" in batch:
         usable &= ~batch["reward_failed"]
+    if algo.config.algorithm.mask_truncated:
+        usable &= ~batch["truncated"]
     chosen: list[int] = []
     for group in batch["group_ids"].unique():
         rows = ((batch["group_ids"] == group) & usable).nonzero().squeeze(1)

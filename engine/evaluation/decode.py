@@ -137,6 +137,11 @@ def check_evaluation_memory(
         )
 
 
+def parameter_count(folder: str | Path) -> int:
+    """The parameters of the model in a folder; 0 for one that transformers can't build."""
+    return _weight_bytes(text_config(folder)) // 2
+
+
 def _weight_bytes(model_config: PretrainedConfig) -> int:
     """Bytes of all weights in bfloat16; 0 for a model that transformers can't build."""
     try:

@@ -22,7 +22,7 @@ from typing import Any
 
 from engine.config import LMEvalConfig
 from engine.errors import ConfigError, DataError, LineageError
-from engine.evaluation.metrics import Interval
+from engine.evaluation.metrics import Interval, wilson_interval
 
 FILE = "lm_eval.json"  # in the artifact of an evaluation
 LOG_END = 1500  # characters of its log that a message repeats
@@ -46,9 +46,11 @@ class HarnessScore:
         return f"lm_eval/{self.task}/{self.metric}"
 
     def interval(self, confidence: float) -> Interval | None:
-        """The normal interval by the standard error, e.g. of 95 %; None without one."""
+        """Wilson's interval of a share of documents, else by the standard error; None without."""
         if self.stderr is None:
             return None
+        if self.documents and 0 <= self.value <= 1:
+            return wilson_interval(self.value, self.documents, confidence)
         half = NormalDist().inv_cdf(0.5 + confidence / 2) * self.stderr
         return Interval(self.value, self.value - half, self.value + half)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -20,6 +20,9 @@ from engine.evaluation.lm_eval import HarnessScore
 from engine.evaluation.policy_steps import Overoptimisation
 from engine.evaluation.results import check_paired
 from engine.evaluation.summary import EvaluatedSet, EvaluationComparison, Part
+
+if TYPE_CHECKING:
+    from engine.rewards.audit import RewardAudit
 
 _MODEL_TITLES = {
     "warm_start": "warm start", "start_model": "start model", "rl": "RL model",
@@ -55,6 +58,8 @@ def render_report(
     after: str = "",
     sets: Sequence[EvaluatedSet] = (),
     overoptimisation: Overoptimisation | None = None,
+    audits: Mapping[str, RewardAudit] | None = None,
+    drift: Mapping[str, str] | None = None,
 ) -> str:
     """Return the page; DataError when the two tables are not of the same problems.
 
@@ -62,7 +67,8 @@ def render_report(
     training step. harness: both models' scores in the lm-evaluation-harness. examples: problems
     shown of each kind, drawn with the comparison's seed. before, after: what the models are, e.g.
     `start_model` where there was no warm start; empty: what their tables say. sets: every
-    evaluation set, for the table by set, source and level.
+    evaluation set, for the table by set, source and level. audits: of the scorers, by who scores.
+    drift: sentences on signals of drift while RL ran, by name.
     """
     check_paired(rows_before, rows_after)
     models = (comparison.before, comparison.after)
@@ -76,7 +82,7 @@ def render_report(
         groups=_example_groups(comparison, rows_before, rows_after, examples),
         bars=plots.metric_bars(comparison, names), curves=plots.training_curves(curves),
         lengths=plots.length_histogram(old_lengths, new_lengths, names),
-        overoptimisation=overoptimisation
+        audits=audits or {}, drift=drift or {}, overoptimisation=overoptimisation
         and (plots.overoptimisation(overoptimisation), overoptimisation.sentence()),
     )  # fmt: skip
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
-from engine.data.rows import EPISODE_COLUMNS, EVALUATION_ROWS
+from engine.data.rows import EPISODE_COLUMNS, EVALUATION_ROWS, prompt_text
 from engine.errors import DataError
 from engine.evaluation.metrics import majority_vote
 
@@ -41,6 +41,24 @@ class Judged:
     well_formed: bool
     failed: bool  # it could not be scored
     episode: EpisodeSummary | None = None  # where the completion is one
+
+
+def problem_rows(sets: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The columns of the table that come before `model`: a row for each of the sets' RL rows."""
+    frame = pd.concat(list(sets.values()), ignore_index=True)
+    infos = list(frame["extra_info"]) if "extra_info" in frame else [None] * len(frame)
+    extra = [info if isinstance(info, Mapping) else {} for info in infos]
+    levels = [(row.get("level"), row.get("difficulty")) for row in extra]
+    return pd.DataFrame(
+        {
+            "dataset": [name for name, rows in sets.items() for _ in range(len(rows))],
+            "index": [position for rows in sets.values() for position in range(len(rows))],
+            "data_source": frame["data_source"],
+            "level": [str(next((x for x in pair if x is not None), "")) for pair in levels],
+            "prompt": [prompt_text(prompt) for prompt in frame["prompt"]],
+            "ground_truth": [str(rule["ground_truth"]) for rule in frame["reward_model"]],
+        }
+    )
 
 
 def build_rows(
@@ -110,6 +128,28 @@ def prompt_digest(rows: pd.DataFrame) -> str:
     lines = rows[_IDENTITY].itertuples(index=False, name=None)
     canonical = json.dumps([[str(field) for field in line] for line in lines])
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def require_problems(rows: pd.DataFrame, sets: Mapping[str, pd.DataFrame], where: str) -> None:
+    """Raise DataError unless rows are of each problem of the sets once, in order.
+
+    sets: a dataset's RL rows by evaluation set. where: what holds the rows, for the message.
+    """
+    problems = problem_rows(sets)
+    if prompt_digest(rows) == prompt_digest(problems):
+        return
+    keys, known = (
+        list(table[_IDENTITY].astype(str).itertuples(index=False, name=None))
+        for table in (rows, problems)
+    )
+    repeated = len(keys) - len(set(keys))
+    foreign = len(set(keys) - set(known))
+    missing = len(set(known) - set(keys))
+    raise DataError(
+        f"{where} has {len(keys)} rows, and the evaluation sets of its dataset have {len(known)} "
+        f"problems: {foreign} of other problems, {repeated} of a problem that is there already, "
+        f"{missing} problems without a row; evaluate the model again on the whole dataset"
+    )
 
 
 def check_paired(before: pd.DataFrame, after: pd.DataFrame) -> str:

@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from engine.agents.episode import EpisodeSummary
 from engine.config import EvaluateConfig
 from engine.data.collate import collate_prompts
-from engine.data.rows import prompt_text
-from engine.data.templates import decode_response, encode_prompts
+from engine.data.rows import answered_messages
+from engine.data.templates import encode_prompts, turn_text
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError
 from engine.evaluation.decode import Answer, decode_passes
-from engine.evaluation.results import Judged, ModelName, build_rows
+from engine.evaluation.results import Judged, ModelName, build_rows, problem_rows
 from engine.evaluation.summary import TEST
 from engine.registry import import_plugins
 from engine.rewards import Scorer
@@ -52,15 +53,16 @@ def judge(
         part = slice(start, start + AT_ONCE)
         some = {name: values[part] for name, values in columns.items()}
         texts = [text for text, *_ in completions[part]]
-        scores = scorer.score(prompts[part], texts, some, on_error)  # type: ignore[arg-type]
+        scores = scorer.score(prompts[part], texts, some, on_error, first_row=start)  # type: ignore[arg-type]
         sources = some.get("data_source", [""] * len(texts))
-        answers, readable = scorer.answers(texts, sources)
+        answers, readable = scorer.answers(texts, sources, some)
         right, totals = scorer.correct(scores, sources), scorer.totals(scores)
         names = scores.components or ()
-        if "format" in names:  # else the rewards' rules say what keeps the format
-            well_formed = [row[names.index("format")] >= 1 for row in scores.rows]
-        else:
-            well_formed = scorer.well_formed(texts, sources) or [True] * len(texts)
+        well_formed = scorer.well_formed(texts, sources) or [True] * len(texts)
+        if "format" in names:  # where it applies; else the rewards' rules say what keeps the format
+            forms = [row[names.index("format")] for row in scores.rows]
+            pairs = zip(forms, well_formed, strict=True)
+            well_formed = [ok if isnan(form) else form >= 1 for form, ok in pairs]
         judged += [
             Judged(
                 text=text,
@@ -135,33 +137,15 @@ def evaluate_model(
     without rows, ConfigError for a part without problems, and what `decode_passes` raises.
     """
     sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
-    if not sets or any(rows.empty for rows in sets.values()):
-        raise DataError("there are no problems to evaluate on; check data.test_size")
-    frame = pd.concat(list(sets.values()), ignore_index=True)
-    infos = list(frame["extra_info"]) if "extra_info" in frame else [None] * len(frame)
-    extra: list[Mapping[str, object]] = [x if isinstance(x, Mapping) else {} for x in infos]
-    if len(sets) > 1 and "extra_info" in frame:  # no row lacks a column that another set has
-        frame["extra_info"] = pd.Series(extra, dtype=object)
+    frame = _joined(sets)
     import_plugins(config.plugins)
     tokenizer = load_tokenizer(folder)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
     longest = max(map(len, prompts))
-    levels = [(row.get("level"), row.get("difficulty")) for row in extra]
-    table = pd.DataFrame(
-        {
-            "dataset": [name for name, rows in sets.items() for _ in range(len(rows))],
-            "index": [position for rows in sets.values() for position in range(len(rows))],
-            "data_source": frame["data_source"],
-            "level": [str(next((x for x in pair if x is not None), "")) for pair in levels],
-            "prompt": [prompt_text(prompt) for prompt in frame["prompt"]],
-            "ground_truth": [str(rule["ground_truth"]) for rule in frame["reward_model"]],
-        }
-    )
+    table = problem_rows(sets)
     share = share_of(len(frame), part)
     frame, prompts = frame.iloc[share].reset_index(drop=True), prompts[share]
     questions, scored = scorer_inputs(frame, prompts)
-    rows_of_data = {key: values for key, values in scored.items() if key != "messages"}
-    rows_of_data["prompt"] = scored["messages"]  # as environments read it
     n, temperature = config.samples, config.temperature
     sampling = SamplingParams(
         n=n, max_new_tokens=max_response_length, temperature=temperature, seed=seed
@@ -171,12 +155,57 @@ def evaluate_model(
             folder, prompts, (replace(sampling, n=1, temperature=0.0), sampling), config,
             max_prompt_length=max_prompt_length, first_prompt=share.start,
             longest_prompt=longest, on_progress=on_progress,
-            columns=rows_of_data if config.runs_episodes else None,
+            columns=_environment_columns(config, scored),
         )  # fmt: skip
         first = judge_answers(scorer, tokenizer, greedy, questions, scored, 1)
         each = judge_answers(scorer, tokenizer, sampled, questions, scored, n)
     groups = [each[i : i + n] for i in range(0, len(each), n)]
     return build_rows(name, table.iloc[share].reset_index(drop=True), first, groups)
+
+
+def answer_greedily(
+    folder: str | Path,
+    problems: Mapping[str, pd.DataFrame],
+    config: EvaluateConfig,
+    *,
+    max_response_length: int,
+    max_prompt_length: int = 0,
+    seed: int,
+) -> list[Judged]:
+    """Decode each problem greedily alone, as `evaluate_model` does, and judge it; set by set."""
+    frame = _joined(problems)
+    import_plugins(config.plugins)
+    tokenizer = load_tokenizer(folder)
+    prompts = encode_prompts(tokenizer, frame["prompt"], "test")
+    questions, scored = scorer_inputs(frame, prompts)
+    params = SamplingParams(max_new_tokens=max_response_length, temperature=0.0, seed=seed)
+    with closing(Scorer(config.scorer, config.plugins)) as scorer:
+        (greedy,) = decode_passes(
+            folder, prompts, (params,), config, max_prompt_length=max_prompt_length,
+            columns=_environment_columns(config, scored),
+        )  # fmt: skip
+        return judge_answers(scorer, tokenizer, greedy, questions, scored, 1)
+
+
+def _joined(sets: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The rows of all sets as one table; DataError where a set has none."""
+    if not sets or any(rows.empty for rows in sets.values()):
+        raise DataError("there are no problems to evaluate on; check data.test_size")
+    frame = pd.concat(list(sets.values()), ignore_index=True)
+    if len(sets) > 1 and "extra_info" in frame:  # no row lacks a column that another set has
+        extra = [x if isinstance(x, Mapping) else {} for x in frame["extra_info"]]
+        frame["extra_info"] = pd.Series(extra, dtype=object)
+    return frame
+
+
+def _environment_columns(
+    config: EvaluateConfig, scored: Mapping[str, list[object]]
+) -> dict[str, list[object]] | None:
+    """The rows' columns as environments read them; None where no episodes are run."""
+    if not config.runs_episodes:
+        return None
+    columns = {key: values for key, values in scored.items() if key != "messages"}
+    return columns | {"prompt": scored["messages"]}
 
 
 def share_of(problems: int, part: tuple[int, int]) -> slice:
@@ -196,9 +225,10 @@ def scorer_inputs(
     """The texts of RL rows' last messages, and the columns that rewards get, as in RL."""
     table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
     columns = collate_prompts(table, prompt_ids).columns
-    scored = {"messages": list(columns["prompt"])}
+    prompts = [answered_messages(prompt) for prompt in columns["prompt"]]
+    scored: dict[str, list[object]] = {"messages": list(prompts)}
     scored |= {key: list(values) for key, values in columns.items() if key != "prompt"}
-    return [prompt[-1]["content"] for prompt in frame["prompt"]], scored
+    return [prompt[-1]["content"] for prompt in prompts], scored
 
 
 def judge_answers(
@@ -209,14 +239,18 @@ def judge_answers(
     columns: Mapping[str, Sequence[object]],
     n: int,
 ) -> list[Judged]:
-    """Judge n completions, or episodes, of each of P prompts, in order; see `judge`."""
+    """Judge n completions, or episodes, of each of P prompts, in order; see `judge`.
+
+    `columns` are those of `scorer_inputs`. A completion is judged with what its prompt has opened.
+    """
     prompts = [prompt for prompt in prompts for _ in range(n)]
     repeated = {name: [v for v in values for _ in range(n)] for name, values in columns.items()}
     episodes = [answer.episode for answer in answers if answer.episode]
     if episodes:
         return judge_episodes(scorer, episodes, prompts, repeated)
+    prompt_ids: Sequence[Any] = repeated["prompt_ids"]
     completions = [
-        (decode_response(tokenizer, answer.token_ids), len(answer.token_ids), answer.truncated)
-        for answer in answers
+        (turn_text(tokenizer, ids, answer.token_ids), len(answer.token_ids), answer.truncated)
+        for ids, answer in zip(prompt_ids, answers, strict=True)
     ]
     return judge(scorer, completions, prompts, repeated)

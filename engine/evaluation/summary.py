@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -21,34 +20,17 @@ from engine.data.rows import EPISODE_COLUMNS
 from engine.data.sources import evaluation_files
 from engine.errors import DataError, LineageError
 from engine.evaluation import metrics
-from engine.evaluation.metrics import Interval, LengthSummary
+from engine.evaluation.metrics import Interval, Kind, LengthSummary
 from engine.evaluation.results import check_paired
-
-Kind = Literal["share", "number"]
 
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """How the intervals of a comparison are made."""
+    """How the numbers of a comparison are made."""
 
     k: int  # of pass@k
     confidence: float  # of every interval, e.g. 0.95
-    bootstrap_samples: int
-    seed: int
-
-    def mean(self, values: np.ndarray) -> Interval:
-        """The mean of `[N]` numbers."""
-        return metrics.mean_interval(values, self.confidence, self.bootstrap_samples, self.seed)
-
-    def rate(self, rates: np.ndarray) -> Interval:
-        """The mean of `[N]` rates, 0 to 1."""
-        return metrics.rate_interval(rates, self.confidence, self.bootstrap_samples, self.seed)
-
-    def gain(self, before: np.ndarray, after: np.ndarray) -> Interval:
-        """The mean of `after − before`, paired."""
-        return metrics.paired_bootstrap(
-            before, after, self.confidence, self.bootstrap_samples, self.seed
-        )
+    seed: int  # of the samples
 
 
 _MEASURED: tuple[tuple[str, str, Kind], ...] = (
@@ -100,13 +82,14 @@ def compare_episodes(
     tools = [name for _, name, _ in _MEASURED if "called" in name or "malformed" in name]
     no_tools = not any(table[tools].to_numpy(float).any() for table in tables)
     measures = []
+    confidence = statistics.confidence
     for label, name, kind in _MEASURED:
         if no_tools and name in tools:
             continue
-        interval = statistics.rate if kind == "share" else statistics.mean
         old, new = (table[name].to_numpy(float) for table in tables)
-        change = statistics.gain(old, new)
-        measures.append(EpisodeMeasure(label, kind, interval(old), interval(new), change))
+        first, second = (metrics.mean_interval(v, confidence, kind) for v in (old, new))
+        change = metrics.paired_interval(old, new, confidence, kind)
+        measures.append(EpisodeMeasure(label, kind, first, second, change))
     return measures
 
 
@@ -115,12 +98,12 @@ class ModelSummary:
     """One model's metrics; rates are fractions of the problems."""
 
     model: str  # "warm_start", "rl" or "champion"
-    pass_at_1: Interval  # greedy decoding, Wilson interval
-    mean_at_k: Interval  # samples that are right; Wilson if all are 0 or 1, else bootstrap
-    pass_at_k: Interval  # unbiased estimate from the samples; interval as above
-    majority: Interval  # majority vote over the samples, Wilson interval
-    format_rate: Interval  # samples that keep the answer format; interval as above
-    truncated: Interval  # greedy completions at the limit of tokens, Wilson interval
+    pass_at_1: Interval  # greedy decoding
+    mean_at_k: Interval  # samples that are right
+    pass_at_k: Interval  # unbiased estimate from the samples
+    majority: Interval  # majority vote over the samples
+    format_rate: Interval  # samples that keep the answer format
+    truncated: Interval  # greedy completions at the limit of tokens
     response_length: LengthSummary  # a problem's mean tokens over its samples
     greedy_length: LengthSummary  # tokens of greedy completions
     greedy_score: float  # mean score of greedy completions
@@ -144,8 +127,7 @@ class EvaluationComparison:
     k: int  # of pass@k
     samples: int  # fewest sampled completions of a problem
     confidence: float  # of every interval, e.g. 0.95
-    bootstrap_samples: int
-    seed: int
+    seed: int  # of the samples
     # Turns, returns and calls, where completions are episodes.
     episodes: list[EpisodeMeasure] = field(default_factory=list)
 
@@ -171,8 +153,8 @@ def summarise(
 ) -> EvaluationComparison:
     """Compare two models' rows (see `EVALUATION_ROWS` in `engine.data.rows`) problem by problem.
 
-    Raises DataError when the rows are not of the same problems in the same order, when a problem
-    has fewer than k samples, or when there are fewer than 2 problems.
+    Raises DataError when the rows are not of the same problems in the same order, or when a problem
+    has fewer than k samples.
     """
     digest = check_paired(before, after)
     if (before["samples"].to_numpy() != after["samples"].to_numpy()).any():
@@ -183,13 +165,17 @@ def summarise(
     old, new = _flags(before, "greedy_correct"), _flags(after, "greedy_correct")
     votes = (_flags(rows, "majority_correct") for rows in (before, after))
     k = statistics.k
+
+    def gain(first: np.ndarray, second: np.ndarray) -> Interval:
+        return metrics.paired_interval(first, second, statistics.confidence)
+
     return EvaluationComparison(
         before=model_summary(before, statistics),
         after=model_summary(after, statistics),
-        gain=statistics.gain(old, new),
-        mean_at_k_gain=statistics.gain(_mean_at_k(before), _mean_at_k(after)),
-        pass_at_k_gain=statistics.gain(_pass_at_k(before, k), _pass_at_k(after, k)),
-        majority_gain=statistics.gain(*votes),
+        gain=gain(old, new),
+        mean_at_k_gain=gain(_mean_at_k(before), _mean_at_k(after)),
+        pass_at_k_gain=gain(_pass_at_k(before, k), _pass_at_k(after, k)),
+        majority_gain=gain(*votes),
         fixed=int(np.sum(~old & new)),
         broken=int(np.sum(old & ~new)),
         problems=len(before),
@@ -203,17 +189,17 @@ def summarise(
 def model_summary(rows: pd.DataFrame, statistics: Statistics) -> ModelSummary:
     """One model's metrics on the problems of `rows`, at least one."""
 
-    def share(column: str) -> Interval:
-        return metrics.wilson_interval(_flags(rows, column), statistics.confidence)
+    def mean(values: np.ndarray) -> Interval:
+        return metrics.mean_interval(values, statistics.confidence)
 
     return ModelSummary(
         model=str(rows["model"].iloc[0]),
-        pass_at_1=share("greedy_correct"),
-        mean_at_k=statistics.rate(_mean_at_k(rows)),
-        pass_at_k=statistics.rate(_pass_at_k(rows, statistics.k)),
-        majority=share("majority_correct"),
-        format_rate=statistics.rate(rows["format_rate"].to_numpy()),
-        truncated=share("greedy_truncated"),
+        pass_at_1=mean(_flags(rows, "greedy_correct")),
+        mean_at_k=mean(_mean_at_k(rows)),
+        pass_at_k=mean(_pass_at_k(rows, statistics.k)),
+        majority=mean(_flags(rows, "majority_correct")),
+        format_rate=mean(rows["format_rate"].to_numpy()),
+        truncated=mean(_flags(rows, "greedy_truncated")),
         response_length=metrics.length_summary(rows["response_length"].to_numpy()),
         greedy_length=metrics.length_summary(rows["greedy_length"].to_numpy()),
         greedy_score=float(rows["greedy_score"].mean()),
@@ -248,7 +234,7 @@ class Part:
     problems: int
     before: ModelSummary
     after: ModelSummary
-    gain: Interval | None  # of greedy pass@1, paired; None for a single problem
+    gain: Interval  # of greedy pass@1, paired
 
     def line(self) -> str:
         """E.g. `gsm8k: pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …`."""
@@ -256,9 +242,7 @@ class Part:
         return f"{name}: {described(self.before, self.after, self.gain, self.problems)}"
 
 
-def described(
-    before: ModelSummary, after: ModelSummary, gain: Interval | None, problems: int
-) -> str:
+def described(before: ModelSummary, after: ModelSummary, gain: Interval, problems: int) -> str:
     """Both models' rates: `pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …; 60 problems`."""
     shown = {
         "pass@1": (before.pass_at_1, after.pass_at_1),
@@ -268,8 +252,7 @@ def described(
         "truncated": (before.truncated, after.truncated),
     }
     rates = [f"{label} {old.mean:.1%} → {new.mean:.1%}" for label, (old, new) in shown.items()]
-    if gain is not None:
-        rates[0] += f" ({_signed(gain, 100, 1)})"
+    rates[0] += f" ({_signed(gain, 100, 1)})"
     errors = before.errors + after.errors
     failed = f", {errors} not scored" if errors else ""
     return f"{', '.join(rates)}; {problems} problems{failed}"
@@ -286,7 +269,7 @@ def breakdown(before: pd.DataFrame, after: pd.DataFrame, statistics: Statistics)
     def part(source: str, level: str, rows: pd.Series) -> Part:
         tables = (before[rows], after[rows])
         old, new = (table["greedy_correct"].to_numpy(float) for table in tables)
-        gain = statistics.gain(old, new) if len(old) > 1 else None
+        gain = metrics.paired_interval(old, new, statistics.confidence)
         first, second = (model_summary(table, statistics) for table in tables)
         return Part(source, level, len(old), first, second, gain)
 

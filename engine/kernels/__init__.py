@@ -28,7 +28,11 @@ log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).with_name("cpu")
 _FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-mfma"]
 _FLAGS += [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")]
-_TILES = ["-DTILES", "-mamx-tile", "-mamx-bf16"]
+_VARIANTS = {  # by what multiplies bfloat16
+    "AVX512-BF16": [],
+    "float32's multiply-add": ["-DMULTIPLY_ADD"],
+    "AMX": ["-DTILES", "-mamx-tile", "-mamx-bf16"],
+}
 _COMPILER_S = 120.0
 
 
@@ -54,14 +58,14 @@ def sources_digest(flags: Sequence[str] = ()) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 
-def compiled(source: str, *, tiles: bool = False) -> ctypes.CDLL | None:
-    """Compile a file of `cpu/`, with AMX if `tiles`; None where that can't be done or used.
+def compiled(source: str, variant: str = "AVX512-BF16") -> ctypes.CDLL | None:
+    """Compile a file of `cpu/`, its products by `variant`; None where that can't be done or used.
 
     OpenMP's threads are those of PyTorch.
     """
     if platform.machine() != "x86_64" or not torch.cpu._is_avx512_bf16_supported():
         return None
-    compiler, flags = shutil.which(os.environ.get("CC") or "cc"), _TILES if tiles else []
+    compiler, flags = shutil.which(os.environ.get("CC") or "cc"), _VARIANTS[variant]
     name = f"{Path(source).stem}-{sources_digest(flags)}.so"
     folder = cache_folder()
     try:

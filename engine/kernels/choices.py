@@ -52,7 +52,8 @@ class Choice:
     def __str__(self) -> str:
         """Say it in one line."""
         times = f"{self.compiled_ms:.3f} ms, {self.library_ms:.3f} ms"
-        chosen = "compiled" if self.is_compiled else "library"
+        names = self.kernel.split(", not ") if ", not " in self.kernel else IMPLEMENTATIONS
+        chosen = names[not self.is_compiled]
         return f"{self.kernel} {'x'.join(map(str, self.shape))}, {self.threads}: {times} → {chosen}"
 
     @property
@@ -62,11 +63,17 @@ class Choice:
 
 
 def choose(
-    kernel: str, rows: int, sizes: tuple[int, ...], run: Callable[[bool, int], object]
+    kernel: str,
+    rows: int,
+    sizes: tuple[int, ...],
+    run: Callable[[bool, int], object],
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Choice:
     """Return the choice for a shape; at the first use of one `run(compiled, rows)` is timed.
 
     Rows are counted in powers of two up to 512; one choice holds for all with the same.
+    Where `run` has no other thread, `clock` may count this one's CPU seconds, which other processes
+    don't change.
     """
     shape = (min(_MOST_ROWS, 1 << max(4, (rows - 1).bit_length())), *sizes)
     key = (kernel, shape, torch.get_num_threads())
@@ -78,7 +85,7 @@ def choose(
     with _lock:
         _read()
         if key not in _known():
-            _write(Choice(*key, *_milliseconds(run, shape[0])))
+            _write(Choice(*key, *_milliseconds(run, shape[0], clock)))
             _read()  # another process may have been first
         return _known()[key]
 
@@ -114,14 +121,16 @@ def _forced_implementation() -> str | None:
     return implementation or None
 
 
-def _milliseconds(run: Callable[[bool, int], object], rows: int) -> tuple[float, float]:
+def _milliseconds(
+    run: Callable[[bool, int], object], rows: int, clock: Callable[[], float]
+) -> tuple[float, float]:
     """Return the least time of the compiled kernel and of the library, in turns."""
 
     def seconds(implementation: str) -> float:
-        begin = time.perf_counter()
+        begin = clock()
         with torch.no_grad():
             run(implementation == "compiled", rows)
-        return time.perf_counter() - begin
+        return clock() - begin
 
     warm_up = sum(map(seconds, IMPLEMENTATIONS))
     rounds = _ROUNDS if warm_up < _LONG_S else 1

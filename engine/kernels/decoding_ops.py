@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import compiled
+from engine.kernels.training_ops import fastest_products
 
 
 class LinearWeights(NamedTuple):
@@ -80,7 +81,7 @@ class LiveCache(NamedTuple):
 @cache
 def library() -> ctypes.CDLL | None:
     """Compile `cpu/step.c`; None where that can't be done or used."""
-    functions = compiled("step.c")
+    functions = compiled("step.c", fastest_products())
     if functions is None:
         return None
     functions.decode_step.argtypes = [c_void_p, c_void_p, c_int64]

@@ -15,11 +15,12 @@ from __future__ import annotations
 import ctypes
 import logging
 import platform
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,35 +40,58 @@ _NUMBERS_OF_TWO = 1 << 14  # from which more than one thread is worth waking
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Compile `cpu/train.c`; None where that can't be done or used.
+    """Compile `cpu/train.c`; None where that can't be done or used."""
+    return _load(fastest_products())
 
-    Products are by AMX's tiles where they agree with those by vectors, and are faster.
+
+@cache
+def fastest_products() -> str:
+    """Return what multiplies bfloat16 fastest here, by the names of `compiled`.
+
+    A float32 product of numbers that are widened in the cache is faster than AVX512-BF16 on Intel's
+    processors: these multiply and add 32 of them in a cycle, and 32 bfloat16 pairs in four. AMX's
+    tiles are faster than both.
     """
-    vectors = _load(tiles=False)
-    tiles = _load(tiles=True) if vectors is not None and has_tiles() else None
-    if vectors is None or tiles is None:
-        return vectors
+    fastest = "AVX512-BF16"
+    for name in ("float32's multiply-add", "AMX"):
+        both = {True: _load(fastest), False: _load(name) if name != "AMX" or has_tiles() else None}
+        if None in both.values():
+            continue
+        first, second = (_time_products(both, by_first, 32) for by_first in (True, False))
+        if not torch.allclose(first, second, rtol=0.05, atol=1e-3):
+            log.warning("products by %s give other numbers; they are left out", name)
+            continue
+        run, kernel = partial(_time_products, both), f"{fastest}, not {name}"
+        if not choose(kernel, 512, _TIMED_SIZES, run, time.thread_time).is_compiled:
+            fastest = name
+    return fastest
+
+
+_TIMED_SIZES = (256, 768)  # of the MLP by which instructions are chosen
+
+
+@cache
+def _timed_tensors(rows: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(0)
-    x, *matrices = (
-        torch.randn(shape, generator=draw).mul_(0.1).bfloat16()
-        for shape in ((512, 256), (768, 256), (768, 256), (256, 768))
-    )
-
-    def forward(by_tiles: bool, rows: int) -> Tensor:
-        out = torch.empty_like(x[:rows])
-        tensors = (x[:rows], *matrices, None, None, out, None, None, None, None, None)
-        (tiles if by_tiles else vectors).mlp_forward(ctypes.byref(_mlp_call(tensors)))
-        return out
-
-    if not torch.allclose(forward(True, 512), forward(False, 512), rtol=0.05, atol=1e-3):
-        log.warning("products by AMX give other numbers than those by vectors; they are left out")
-        return vectors
-    choice = choose("AMX, not AVX512-BF16", 512, (256, 768), forward)
-    return tiles if choice.is_compiled else vectors
+    hidden, inner = _TIMED_SIZES
+    shapes = (rows, hidden), (inner, hidden), (inner, hidden), (hidden, inner)
+    return [torch.randn(shape, generator=draw).mul_(0.1).bfloat16() for shape in shapes]
 
 
-def _load(*, tiles: bool) -> ctypes.CDLL | None:
-    functions = compiled("train.c", tiles=tiles)
+def _time_products(libraries: Mapping[bool, Any], first: bool, rows: int) -> Tensor:
+    """Compute an MLP by one of two libraries, on this thread alone."""
+    x, *matrices = _timed_tensors(rows)
+    out = torch.empty_like(x)
+    tensors = (x, *matrices, None, None, out, None, None, None, None, None)
+    call = _mlp_call(tensors)
+    call.threads = 1
+    libraries[first].mlp_forward(ctypes.byref(call))
+    return out
+
+
+@cache
+def _load(variant: str) -> ctypes.CDLL | None:
+    functions = compiled("train.c", variant)
     if functions is None:
         return None
     p, n = c_void_p, c_int64
@@ -261,7 +285,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 STEP = 16  # widths of inputs are multiples of it; those of outputs that are rotated, too
-_LARGEST = 1 << 21  # elements of a matrix, beyond which oneDNN is faster everywhere
+_LARGEST = 1 << 26  # elements of a matrix; the threads' sums of its gradient are float32
 
 _MLP = (
     *("x", "gate", "up", "down", "gated", "raised", "out", "grad_output"),

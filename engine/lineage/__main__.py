@@ -1,4 +1,4 @@
-"""`python -m engine.lineage show|diff|verify`: where artifacts come from, as text or JSON.
+"""`python -m engine.lineage show|diff|verify|keygen`: where artifacts come from, and who says so.
 
 Exit status: 0, fine; 1, something is missing, unreadable or not as recorded; 2, wrong usage.
 """
@@ -9,9 +9,11 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, is_dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -25,6 +27,7 @@ from engine.lineage.graph import ArtifactNode, Edge, Graph
 from engine.lineage.lookup import Review, review
 from engine.lineage.page import render_page, write_page
 from engine.redaction import presentable
+from engine.storage.signatures import KEYS_VARIABLE, SIGNING_VARIABLE, new_key, trusted_keys
 
 
 def trees(review: Review) -> list[Tree]:
@@ -80,6 +83,7 @@ def label(node: ArtifactNode, part: str = "", repeated: bool = False) -> str:
         f"code {version}{dash}{mark}",
         f"config {manifest.config_digest[:12]}",
         *([f"run {manifest.mlflow_run[:12]}"] if manifest.mlflow_run else []),
+        *([f"signed by {manifest.signed.key[:12]}"] if manifest.signed else []),
         *(f"{name}={value:.4g}" for name, value in list(manifest.metrics.items())[:4]),
     ]
     return f"{head} {uri}\n{_shown(' · '.join(facts))}"
@@ -152,6 +156,7 @@ COMMANDS: tuple[tuple[str, int | str, str, str], ...] = (
         "Finds changed, added and removed files, edited manifests, and what is missing.",
     ),
 )
+KEYGEN = "keygen"
 REFERENCE = (
     "an artifact's folder or s3:// address, a checkpoint (…/step_500), a source file, the first "
     "digits of a digest, models:/NAME@ALIAS or models:/NAME/VERSION"
@@ -163,11 +168,12 @@ STATUS = "exit status: 0 fine; 1 something is missing, unreadable or not as reco
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] not in [name for name, *_ in COMMANDS] and not words[0].startswith("-"):
+    known = [*(name for name, *_ in COMMANDS), KEYGEN]
+    if words and words[0] not in known and not words[0].startswith("-"):
         words.insert(0, "show")  # `python -m engine.lineage ARTIFACT` shows it
     options = _parser().parse_args(words)
     try:
-        return _run(options)
+        return _keygen(options.file) if options.command == KEYGEN else _run(options)
     except EngineError as error:
         say(f"error: {error}", error=True)
         return 1
@@ -176,7 +182,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _keygen(file: str) -> int:
+    public = new_key(Path(file))
+    say(f"export {SIGNING_VARIABLE}={shlex.quote(str(Path(file).absolute()))}  # secret: who signs")
+    say(f"export {KEYS_VARIABLE}={public}  # who checks; or lineage.public_keys")
+    return 0
+
+
 def _run(options: argparse.Namespace) -> int:
+    trusted = trusted_keys() if options.require_signatures else None
     graph_review = review(
         options.reference,
         options.store,
@@ -186,7 +200,8 @@ def _run(options: argparse.Namespace) -> int:
     comparison = None
     if options.command == "diff":
         comparison = compare(graph_review.graph, graph_review.starts[0], graph_review.starts[-1])
-    checked = audit(graph_review) if options.command == "verify" or options.verify else None
+    verifies = trusted is not None or options.command == "verify" or options.verify
+    checked = audit(graph_review, trusted) if verifies else None
     if options.html:
         write_page(options.html, render_page(graph_review, checked, comparison))
     if options.json:
@@ -215,14 +230,20 @@ def _parser() -> argparse.ArgumentParser:
         description="Where artifacts come from, what came of them, and whether they changed.",
         epilog=STATUS,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="show|diff|verify")
+    names = "|".join([*(name for name, *_ in COMMANDS), KEYGEN])
+    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
     for name, nargs, summary, description in COMMANDS:
         command = commands.add_parser(name, help=summary, description=description, epilog=STATUS)
         command.add_argument("reference", metavar="REF", nargs=nargs, help=REFERENCE)
         extra = ("--descendants", "re-hash what came of it as well")
         if name != "verify":
             extra = ("--verify", "re-hash all that is shown")
-        flags = (extra, ("--no-registry", "don't ask MLflow for model versions"))
+        signed = f"check, and find what none of the keys in ${KEYS_VARIABLE} signed"
+        flags = (
+            extra,
+            ("--require-signatures", signed),
+            ("--no-registry", "don't ask MLflow for model versions"),
+        )
         for flag, text in (*flags, ("--json", "print JSON")):
             command.add_argument(flag, action="store_true", help=text)
         command.add_argument(
@@ -231,6 +252,11 @@ def _parser() -> argparse.ArgumentParser:
             "store that REF lies in, and $HYBRIDFLYTE_HOME or ./outputs)",
         )  # fmt: skip
         command.add_argument("--html", metavar="FILE", help="write one page that needs no network")
+    keygen = commands.add_parser(
+        KEYGEN, help="make a pair of keys for signatures",
+        description="Write a new private key (Ed25519, PEM) to FILE, and print the public key.",
+    )  # fmt: skip
+    keygen.add_argument("file", metavar="FILE", help="of the private key; it must not be there")
     return parser
 
 

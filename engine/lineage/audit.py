@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,8 +58,12 @@ class _NotCheckedError(Exception):
     """What could not be checked, and why."""
 
 
-def audit(review: Review) -> Audit:
-    """Check a graph's nodes and edges, changing nothing; StorageError when a store is away."""
+def audit(review: Review, trusted: Collection[str] | None = None) -> Audit:
+    """Check a graph's nodes and edges, changing nothing; StorageError when a store is away.
+
+    trusted: the public keys (hex) by one of which each manifest must be signed; None: a manifest
+    need not be signed, but a signature must hold.
+    """
     findings: list[AuditFinding] = []
     answers, checked = True, 0
     for node in review.graph.nodes.values():
@@ -68,6 +73,8 @@ def audit(review: Review) -> Audit:
         except _NotCheckedError as error:
             findings.append(AuditFinding(node.key, f"not checked: {error}", is_fault=False))
         if node.manifest is not None:
+            if fault := node.manifest.signature_fault(trusted):
+                findings.append(AuditFinding(node.key, f"{node.uri}: {fault}"))
             try:
                 findings += _check_manifest(node, node.manifest.own_digest, review, answers)
             except TrackingError as error:

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "history":
             moves = champions.history()
         else:
-            names = ("to", "expected", "request", "force", "approved_by")
+            names = ("to", "expected", "request", "force", "approved_by", "dry_run")
             asked = {name: getattr(options, name) for name in names}
             user, verify = getpass.getuser(), not options.no_verify
             moves = [champions.rollback(options.reason, by=user, verify=verify, **asked)]
@@ -83,6 +83,8 @@ def _parser() -> argparse.ArgumentParser:
     rollback.add_argument("--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS", help=wait)
     force = "take --to even if it never was champion; recorded as forced, not as a rollback"
     rollback.add_argument("--force", action="store_true", help=force)
+    dry_run = "check all, print the move that would be made, and move nothing"
+    rollback.add_argument("--dry-run", action="store_true", help=dry_run)
     no_verify = "don't re-hash MLflow's copy of what is restored"
     rollback.add_argument("--no-verify", action="store_true", help=no_verify)
     return parser

@@ -17,7 +17,7 @@ import socket
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -33,16 +33,19 @@ from engine.tracking.model_versions import ModelRegistry, ModelVersion, intact_c
 DATASETS = ("dataset", "pairs")  # kinds of artifacts with prompts that were trained on
 
 
-def require_unmodified(references: Sequence[str]) -> list[Path]:
+def require_unmodified(
+    references: Sequence[str], trusted: Collection[str] | None = None
+) -> list[Path]:
     """Re-hash artifacts and all that they were made from; return the datasets among them.
 
-    Raises LineageError, but not for sources: a folder that data arrives in changes every day.
+    trusted: the public keys by which all must be signed, as in `lineage.audit`. Raises
+    LineageError, but not for sources: a folder that data arrives in changes every day.
     """
     reviewed = review(references, descendants=False)
     nodes = reviewed.graph.nodes
     faults = [
         finding.text
-        for finding in audit(reviewed).faults
+        for finding in audit(reviewed, trusted).faults
         if finding.key not in nodes or nodes[finding.key].kind != SOURCE
     ]
     if faults:
@@ -54,11 +57,18 @@ def require_unmodified(references: Sequence[str]) -> list[Path]:
     return [local_path(node.uri) for node in nodes.values() if node.kind in DATASETS]
 
 
-def require_intact_copy(registry: ModelRegistry, version: ModelVersion) -> None:
-    """Raise LineageError unless the registry's copy, which is served, is as the tags name it."""
+def require_intact_copy(
+    registry: ModelRegistry, version: ModelVersion, trusted: Collection[str] | None = None
+) -> None:
+    """Raise LineageError unless the registry's copy, which is served, is as the tags name it.
+
+    trusted: the public keys by which its manifest must be signed; None: it need not be.
+    """
     with tempfile.TemporaryDirectory(prefix="hybridflyte-promotion-") as scratch:
         try:
-            intact_copy(registry, version, Path(scratch))
+            copy = intact_copy(registry, version, Path(scratch))
+            if trusted is not None and (fault := read_manifest(copy).signature_fault(trusted)):
+                raise LineageError(fault)
         except LineageError as error:
             raise LineageError(f"{error}; nothing was moved") from error
 
@@ -337,12 +347,14 @@ class Champions:
         verify: bool = True,
         force: bool = False,
         approved_by: str = "",
+        dry_run: bool = False,
     ) -> AliasMove:
         """Put the alias back on the previous champion, or on version `to`, which was one.
 
         expected: the version to replace; empty: whichever the alias points to. verify: re-hash
         MLflow's copy of what is restored. force: `to` need not have been champion. approved_by: for
-        a model whose champions need approval and a version that has none. A request that was done
+        a model whose champions need approval and a version that has none. dry_run: check all, and
+        return the move that would be made. A request that was done
         changes nothing, nor does one whose `to` is the champion already. Raises TrackingError for a
         version that none of this allows, and when there is no previous one.
         """
@@ -394,7 +406,8 @@ class Champions:
             action: Action = "rollback" if target in former else "forced"
             number, current, why, now = _number(moves), last.version, reason.strip(), _utc()
             who = (by, request, approver)
-            return self._apply(lock, AliasMove(number, action, target, current, why, now, *who))
+            move = AliasMove(number, action, target, current, why, now, *who)
+            return move if dry_run else self._apply(lock, move)
 
     def record_approval_rule(self, rule: str) -> None:
         """Record on the model whether its champions need approval, which `rollback` obeys."""

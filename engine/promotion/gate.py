@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,7 +23,12 @@ from engine.console import points
 from engine.data.rows import prompt_text
 from engine.errors import ChampionChangedError, DataError, EngineError, LineageError
 from engine.evaluation.comparability import incomparable
-from engine.evaluation.metrics import Interval, paired_bootstrap, wilson_interval
+from engine.evaluation.metrics import (
+    Interval,
+    mean_interval,
+    paired_interval,
+    ratio_interval,
+)
 from engine.evaluation.policy_steps import read_policy_steps
 from engine.evaluation.results import check_paired, prompt_digest
 from engine.evaluation.summary import ALL, read_problems, rows_of_set, set_names
@@ -34,7 +39,7 @@ from engine.storage.digests import sources_digest
 
 if TYPE_CHECKING:
     from engine.tracking import Tracker
-    from engine.tracking.model_versions import ModelVersion
+    from engine.tracking.model_versions import ModelRegistry, ModelVersion
 
 
 def trained_on(
@@ -92,8 +97,7 @@ def measure(
     policy: Path,
     datasets: Iterable[Path],
     rules: PromoteConfig,
-    evaluate: EvaluateConfig,
-    seed: int,
+    confidence: float,
     approved_by: str = "",
 ) -> Measurements:
     """Measure a new model (`after`) against another (`before`) by rows of `evaluation.results`.
@@ -103,21 +107,20 @@ def measure(
     the rows are not of the same problems, or have none of the set.
     """
     check_paired(before, after)
-    how = (evaluate.confidence, evaluate.bootstrap_samples, seed)
     guards: dict[str, Interval | None] = {}
     for guard in rules.guards:
         old, new = _guarded(before, guard), _guarded(after, guard)
-        # One problem has no spread, so its interval would claim certainty.
-        guards[guard.name] = paired_bootstrap(old, new, *how) if len(new) > 1 else None
+        guards[guard.name] = paired_interval(old, new, confidence) if len(new) else None
     before, after = rows_of_set(before, dataset), rows_of_set(after, dataset)
     old, new = (rows["response_length"].to_numpy(float) for rows in (before, after))
-    ratio = length_ratio(old, new, *how) if rules.max_length_ratio is not None else None
+    ratio = ratio_interval(old, new, confidence) if rules.max_length_ratio is not None else None
     old, new = (rows["greedy_correct"].to_numpy(float) for rows in (before, after))
     test, rule = list(after["prompt"]), rules.contamination
     return Measurements(
         against=against,
-        gain=paired_bootstrap(old, new, *how),
-        score=wilson_interval(new, evaluate.confidence),
+        problems=len(after.drop_duplicates(["prompt", "ground_truth"])),
+        gain=paired_interval(old, new, confidence),
+        score=mean_interval(new, confidence),
         guards=guards,
         kl=last_kl(policy) if rules.max_kl is not None else None,
         length_ratio=ratio,
@@ -132,23 +135,6 @@ def judged_sets(rows: pd.DataFrame, dataset: str, required: Sequence[str]) -> li
     for name in (*names, *(required if dataset == ALL else ())):
         rows_of_set(rows, name)
     return names
-
-
-def length_ratio(
-    before: np.ndarray, after: np.ndarray, confidence: float, samples: int, seed: int
-) -> Interval | None:
-    """Mean of `after` over mean of `before`, `[N]` tokens each, bootstrapped in pairs; or None."""
-    picks = np.random.default_rng(seed)
-    ratios = np.empty(samples)
-    for i in range(samples):
-        drawn = picks.integers(0, len(before), len(before))
-        below = before[drawn].mean()
-        if not below > 0:
-            return None
-        ratios[i] = after[drawn].mean() / below
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(ratios, [tail, 1 - tail])
-    return Interval(float(after.mean() / before.mean()), float(low), float(high))
 
 
 def last_kl(policy: Path) -> float | None:
@@ -217,7 +203,9 @@ def champion_to_compare(
     return tracker.model_version(f"models:/{champions.model_name}/{move.replaced}")
 
 
-def _recorded(champion: ModelVersion, new: Evaluated) -> ChampionEvaluation:
+def _recorded(
+    champion: ModelVersion, new: Evaluated, trusted: Collection[str] | None
+) -> ChampionEvaluation:
     """Read the champion's own evaluation; LineageError or StorageError where it can't be used."""
     uri = champion.tags.get("evaluation_uri", "")
     if not uri:
@@ -226,6 +214,8 @@ def _recorded(champion: ModelVersion, new: Evaluated) -> ChampionEvaluation:
     manifest = verify(folder)
     if manifest.own_digest != champion.tags.get("evaluation_manifest"):
         raise LineageError(f"{uri} is not the evaluation that its version's tags name")
+    if fault := manifest.signature_fault(trusted):
+        raise LineageError(fault)
     parents = {parent.name: parent.digest for parent in manifest.parents}
     if parents.get("policy") != champion.tags.get("artifact_digest"):
         raise LineageError(f"{uri} is of another model")
@@ -237,6 +227,23 @@ def _recorded(champion: ModelVersion, new: Evaluated) -> ChampionEvaluation:
     return rows, manifest.as_parent("champion_evaluation", uri)
 
 
+def require_intact_champion(
+    registry: ModelRegistry,
+    champion: ModelVersion,
+    alias: str,
+    trusted: Collection[str] | None = None,
+) -> None:
+    """Raise LineageError where MLflow's copy of the champion is not what its tags name."""
+    try:
+        require_intact_copy(registry, champion, trusted)
+    except LineageError as error:
+        raise LineageError(
+            f"the present {alias} can't be compared with: {error}; to put a whole version in its "
+            f"place: python -m engine.promotion rollback --model {champion.name} --to VERSION "
+            "--reason … (and --force for one that never was champion)"
+        ) from error
+
+
 def champion_evaluation(
     tracker: Tracker,
     champion: ModelVersion,
@@ -244,24 +251,19 @@ def champion_evaluation(
     new: Evaluated,
     *,
     scratch: Path,
+    trusted: Collection[str] | None = None,
     notify: Callable[[str], None],
 ) -> ChampionEvaluation:
     """Read the champion's recorded evaluation, or evaluate it now in the folder `scratch`.
 
-    A recorded evaluation counts only when it is intact, is of this champion and the same problems,
-    and was made as the new model's was. Raises LineageError where MLflow's copy of the champion
+    A recorded evaluation counts only when it is intact, signed by one of the public keys `trusted`
+    (None: it need not be), is of this champion and the same problems, and was made as the new
+    model's was. Raises LineageError where MLflow's copy of the champion
     doesn't match its tags, or it must be evaluated and the new model was by other code.
     """
+    require_intact_champion(tracker, champion, alias, trusted)
     try:
-        require_intact_copy(tracker, champion)
-    except LineageError as error:
-        raise LineageError(
-            f"the present {alias} can't be compared with: {error}; to put a whole version in its "
-            f"place: python -m engine.promotion rollback --model {champion.name} --to VERSION "
-            "--reason … (and --force for one that never was champion)"
-        ) from error
-    try:
-        return _recorded(champion, new)
+        return _recorded(champion, new, trusted)
     except (EngineError, OSError) as error:
         notify(f"the champion's recorded evaluation can't be used ({error})")
     if new.manifest.sources_digest != sources_digest():
@@ -283,26 +285,25 @@ def champion_evaluation(
     return rows, None
 
 
-CONFIDENCE, SAMPLES = 0.95, 10_000
-LEAST_PAIRS = 2  # one has no spread to resample
+CONFIDENCE = 0.95
 
 
 def decide_reward_model(
-    right: np.ndarray, champion: np.ndarray | None, rules: RewardModelGateConfig, seed: int
+    right: np.ndarray, champion: np.ndarray | None, rules: RewardModelGateConfig
 ) -> Decision:
-    """Decide by which of the same N held-out pairs were ranked right; on no pairs, don't promote.
+    """Decide by which of the same N held-out pairs were ranked right; on few pairs, don't promote.
 
     right: `[N]` bool, of the new reward model; champion: the present one's, if there is one.
     """
-    if len(right) < LEAST_PAIRS:
-        sentence = f"{len(right)} pairs are held out, and the rules need {LEAST_PAIRS} at least"
-        return decision_of([RuleOutcome("accuracy", False, None, rules.minimum_accuracy, sentence)])
-    rate = wilson_interval(right, CONFIDENCE)
+    pairs, least = len(right), rules.minimum_pairs
+    if pairs < least:
+        sentence = f"{pairs} pairs are held out, and promote.reward_model.minimum_pairs is {least}"
+        return decision_of([RuleOutcome("pairs", False, pairs, least, sentence)])
+    rate = mean_interval(right, CONFIDENCE)
     shown = f"{rate.mean:.1%} [{rate.low:.1%}, {rate.high:.1%}] of held-out pairs are ranked right"
     checks = [("accuracy", rate, rules.minimum_accuracy, shown, f"{rules.minimum_accuracy:.1%}")]
     if champion is not None:
-        before, after = champion.astype(float), right.astype(float)
-        gain = paired_bootstrap(before, after, CONFIDENCE, SAMPLES, seed)
+        gain = paired_interval(champion, right, CONFIDENCE)
         shown = f"a gain over the champion of {points(gain.mean, gain.low, gain.high, 2)} on the "
         bound = f"{100 * rules.minimum_gain:+.2f}"
         checks.append(("gain", gain, rules.minimum_gain, f"{shown}same pairs", bound))
@@ -340,6 +341,8 @@ def decide_and_move(
     for left in reversed(range(DECISIONS)):
         former = champion_to_compare(tracker, champions, request)
         if former is not None and former.tags.get("artifact_digest") == digest:
+            if former.version != version.version:  # made by hand; its tags may be another's
+                require_intact_champion(tracker, former, alias)
             reason = f"{name} is the {alias} already"
             notify(reason)
             return Decision(False, reason, ()), former

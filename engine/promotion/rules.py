@@ -17,7 +17,7 @@ from engine.evaluation.metrics import Interval
 from engine.evaluation.summary import TEST
 
 APPROVAL = "approval"
-_OF_A_SET = ("gain", "score", "length", "contamination")  # rules on one set's problems
+_OF_A_SET = ("problems", "gain", "score", "length", "contamination")  # rules on one set's problems
 Measured = float | str | list[float] | None
 
 
@@ -26,6 +26,7 @@ class Measurements:
     """Measurements of a new model against another on one set; None: could not be measured."""
 
     against: Literal["champion", "warm_start", "start_model"]  # what it was compared with
+    problems: int | None  # of the set
     gain: Interval | None  # of greedy pass@1, a fraction, e.g. Interval(0.1, 0.05, 0.15)
     score: Interval | None = None  # the new model's greedy pass@1, e.g. Interval(0.5, 0.4, 0.6)
     guards: Mapping[str, Interval | None] = field(default_factory=dict)  # change by guard's name
@@ -96,6 +97,13 @@ def decision_of(results: Iterable[RuleOutcome]) -> Decision:
 
 
 def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[RuleOutcome]:
+    problems, fewest = measurements.problems, rules.minimum_problems
+    if problems is None or not _is_finite(problems):
+        yield _unreadable("problems", problems, fewest, "the number of problems")
+    else:
+        passed = problems >= fewest
+        text = f"{problems} problems {'are' if passed else 'must be'} at least the required"
+        yield RuleOutcome("problems", passed, problems, fewest, f"{text} {fewest}")
     yield _gain(measurements, rules)
     if rules.minimum_score is not None:
         score, least = measurements.score, rules.minimum_score
@@ -165,6 +173,30 @@ def _gain(measurements: Measurements, rules: PromoteConfig) -> RuleOutcome:
     return RuleOutcome("gain", passed, _three(gain), minimum, sentence)
 
 
+def with_reward_audit(
+    decision: Decision, evaluation: Mapping[str, object], rules: PromoteConfig
+) -> Decision:
+    """Ask, where the rules do, that the scorers passed the audit that an evaluation records.
+
+    evaluation: its manifest's configuration. One of the scorers must be the one that judged.
+    """
+    if not rules.require_reward_audit or not decision.outcomes:
+        return decision
+    recorded, scorer = evaluation.get("reward_audit"), evaluation.get("scorer")
+    audits = recorded if isinstance(recorded, list) else []
+    holes = [hole for audit in audits if audit["passed"] is not True for hole in audit["holes"]]
+    passed = all(audit["passed"] is True for audit in audits)
+    sentence, value = "the scorers passed the reward audit", "passed"
+    if scorer not in [audit["scorer"] for audit in audits]:
+        passed, value = False, "missing"
+        sentence = "the evaluation records no reward audit of its scorer; evaluate again with one"
+    elif not passed:
+        value = "failed"
+        sentence = f"a scorer failed the reward audit ({', '.join(holes)}); correct it, train again"
+    outcome = RuleOutcome("reward audit", passed, value, "passed", sentence)
+    return decision_of([*decision.outcomes, outcome])
+
+
 def _unreadable(rule: str, value: object, bound: Measured, what: str) -> RuleOutcome:
     """Return the outcome of a rule whose measurement is missing or no number."""
     shown = "was not measured" if value is None else f"is {value!r}, which can't be"
@@ -172,9 +204,8 @@ def _unreadable(rule: str, value: object, bound: Measured, what: str) -> RuleOut
 
 
 def _in_range(interval: Interval, low: float, high: float) -> bool:
-    # A percentile bootstrap may leave the mean just outside its own interval.
-    numbers = (interval.mean, interval.low, interval.high)
-    return all(map(_is_finite, numbers)) and low <= interval.low <= interval.high <= high
+    numbers = (low, interval.low, interval.mean, interval.high, high)
+    return all(map(_is_finite, numbers[1:4])) and list(numbers) == sorted(numbers)
 
 
 def _must_be(passed: bool) -> str:

@@ -123,7 +123,7 @@ def score_sections(model: ReleasedModel) -> list[str]:
         scores.append((score.task, score.version, score.metric, shown))
     if scores:
         sections += [
-            "lm-evaluation-harness, intervals by its standard errors:",
+            "lm-evaluation-harness, with intervals:",
             table(("task", "version", "metric", "this model"), scores),
         ]
     return sections

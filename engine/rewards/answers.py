@@ -10,13 +10,31 @@ from __future__ import annotations
 import json
 import re
 import string
-from collections import deque
+import unicodedata
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal
 from math import cos, inf, nextafter, pi
-from typing import Any, Literal
+from typing import Any
 
 from engine.errors import RewardError
+from engine.final_answers import (
+    ALTERNATIVES,
+    LONGEST,
+    NUMBER_WORDS,
+    DecimalMark,
+    Method,
+    after_thinking,
+    as_ascii,
+    boxed_answer,
+    choice,
+    extract_answer,
+    has_format,
+    last_boxed,
+    last_letter,
+    normalise_number,
+    read_number,
+    stated_answer,
+)
 from engine.rewards.reward_function import (
     declared_components,
     register_reward,
@@ -24,68 +42,49 @@ from engine.rewards.reward_function import (
     resolve_reward,
 )
 
+# The lenient readings, which take a part of the last line for the answer. No score comes of them.
+
+
+def lenient_match(completion: str, truth: object) -> bool:
+    """Whether the ground truth, or one of its list, stands in the last line of a completion."""
+
+    def words(text: str) -> str:
+        found = re.findall(r"\d[\d,]*(?:\.\d+)?|[^\W\d]+", as_ascii(text[-LONGEST:]).lower())
+        return f" {' '.join(word.replace(',', '') for word in found)} "
+
+    line = words(completion.strip().rpartition("\n")[2])
+    truths = truth if isinstance(truth, list | tuple) else [truth]
+    return any(words(str(right)).strip() and words(str(right)) in line for right in truths)
+
+
+def lenient_choice(completion: str, truth: object) -> bool:
+    """Whether the last letter that stands alone in a completion is the right one."""
+    return last_letter(completion) == _right_letter(truth)
+
+
+_DETAILS: dict[str, Any] = {"lenient": lenient_match, "row_options": ("decimal_mark",)}
+
 # GSM8K's rule: the number after the last `####`.
 
-_NUMBER = r"[-+]?\$?[-+]?(?:[0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
-# What follows must not continue the number: "1e5", "1/2" and "1.2.3" are not answers we can read.
-_AFTER_MARK = re.compile(rf"[ \t]*({_NUMBER})(?![./:]?[0-9A-Za-z])")
-_ANYWHERE = re.compile(rf"(?<![0-9A-Za-z.,]){_NUMBER}|(?<=[A-Za-z=(]){_NUMBER}")
-_LAST_LINE = re.compile(rf"####[ \t]*{_NUMBER}[ \t]*")
-_LONGEST = 64  # characters; no answer needs more, and a longer one must not cost time
-_NUMBER_TAIL = 1000  # characters at the end in which `flexible` looks for the last number
 
-
-def extract_answer(text: str, *, method: Literal["strict", "flexible"] = "strict") -> str | None:
-    """Return the number right after the last `####`, normalised, or None where there is none.
-
-    `flexible`: the last number of the text, with its currency, unit or per cent left out.
-
-    >>> extract_answer("<<600+634=1234>>1234\\n#### $1,234.")
-    '1234'
-    >>> extract_answer("So she pays $1,234.50 (or 5% less).", method="flexible")
-    '5'
-    """
-    if method == "flexible":
-        numbers = [match.group() for match in _ANYWHERE.finditer(text[-_NUMBER_TAIL:])]
-        return normalise_number(numbers[-1]) if numbers else None
-    _, mark, rest = text.rpartition("####")
-    match = _AFTER_MARK.match(rest) if mark else None
-    return normalise_number(match.group(1)) if match else None
-
-
-def has_format(text: str) -> bool:
-    """Whether the text ends with a line `#### <number>`, and has no other `####`."""
-    last = text.rstrip().rpartition("\n")[2]
-    return text.count("####") == 1 and _LAST_LINE.fullmatch(last) is not None
-
-
-def normalise_number(text: str) -> str | None:
-    """Drop dollar signs, commas, trailing dots and zeros; None where `text` is not a number."""
-    text = text.strip()
-    if len(text) > _LONGEST or not re.fullmatch(_NUMBER, text):
-        return None
-    digits = re.sub(r"[$,]", "", text)
-    sign = "-" if digits.count("-") % 2 else ""
-    plain = format(Decimal(digits.lstrip("+-")), "f")
-    if "." in plain:
-        plain = plain.rstrip("0").rstrip(".")
-    plain = plain.lstrip("0") or "0"
-    plain = "0" + plain if plain.startswith(".") else plain
-    return plain if plain == "0" else sign + plain
-
-
-@register_row_reward("answer_match", answer=extract_answer, well_formed=has_format)
+@register_row_reward("answer_match", answer=extract_answer, well_formed=has_format, **_DETAILS)
 def answer_match(
-    completion: str, truth: object, *, method: Literal["strict", "flexible"] = "strict"
+    completion: str, truth: object, *, method: Method = "strict", decimal_mark: DecimalMark = "."
 ) -> bool:
-    """Whether `extract_answer` gives the ground truth; RewardError where that is no number."""
-    expected = normalise_number(str(truth))
+    """Whether `extract_answer` gives the ground truth; RewardError where that is no number.
+
+    `decimal_mark` says how numbers are written: "1,234.5", or with "," "1.234,5". A row's column of
+    that name says it for the row.
+    """
+    if decimal_mark not in (".", ","):
+        raise RewardError(f"decimal_mark is {decimal_mark!r}; give '.' or ','")
+    expected = normalise_number(truth, decimal_mark)
     if expected is None:
         raise RewardError(
             f"ground_truth is {truth!r}, not a number; answer_match compares numbers only, so "
             "correct the row or choose another reward.name"
         )
-    return extract_answer(completion, method=method) == expected
+    return extract_answer(completion, method=method, decimal_mark=decimal_mark) == expected
 
 
 @register_reward(
@@ -93,115 +92,175 @@ def answer_match(
     components=("answer", "format"),
     answer=extract_answer,
     well_formed=has_format,
+    **_DETAILS,
 )
 def answer_and_format(
     prompts: Sequence[str],
     completions: Sequence[str],
     *,
     ground_truth: Sequence[object],
+    decimal_mark: DecimalMark = ".",
     **columns: Sequence[object],
-) -> dict[str, list[float]]:
+) -> dict[str, list[float | None]]:
     """Give B completions 1.0 or 0.0 for `answer` (see `answer_match`) and for `format`.
 
     `format` is 1.0 where the text ends with its only `#### <number>` line, right or wrong. Raises
     RewardError where a ground truth is not a number.
     """
+    marks: Any = {"decimal_mark": decimal_mark}  # one for all rows, or a column
     return {
-        "answer": answer_match(prompts, completions, ground_truth=ground_truth),
+        "answer": answer_match(prompts, completions, ground_truth=ground_truth, **marks),
         "format": [float(has_format(text)) for text in completions],
     }
 
 
 # The answer in LaTeX's `\boxed{…}`, as MATH's solutions and many models write it.
 
-LONGEST = 1000  # characters of an answer in LaTeX
-_MARKS = ("\\boxed{", "\\fbox{")
 
-
-def last_boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{…}` or `\\fbox{…}`; None where there is none, or no end.
-
-    >>> last_boxed(r"so \\boxed{1} or \\boxed{\\frac{1}{2}}.")
-    '\\\\frac{1}{2}'
-    """
-    start, mark = max((text.rfind(mark), mark) for mark in _MARKS)
-    if start < 0:
-        return None
-    first = start + len(mark)
-    depth = 1
-    for i in range(first, min(len(text), first + LONGEST)):
-        letter = text[i]
-        if letter in "{}" and text[i - 1] != "\\":
-            depth += 1 if letter == "{" else -1
-            if not depth:
-                return text[first:i].strip()
-    return None
-
-
-_MATH_TAIL = 2000  # characters at the end that are searched for an answer without a box
+def math_answer(text: str, *, decimal_mark: DecimalMark = ".") -> str | None:
+    """The answer in the last box (see `boxed_answer`); numbers are normalised."""
+    boxed = boxed_answer(after_thinking(text))
+    return boxed and (normalise_number(boxed, decimal_mark) or boxed)
 
 
 @register_row_reward(
-    "math", pooled=True, imports=("engine.rewards._latex_equality",), answer=last_boxed
+    "math",
+    pooled=True,
+    imports=("engine.rewards._latex_equality",),
+    answer=math_answer,
+    **_DETAILS,
 )
-def math(completion: str, truth: object, *, boxed_only: bool = False) -> bool:
+def math(
+    completion: str, truth: object, *, boxed_only: bool = False, decimal_mark: DecimalMark = "."
+) -> bool:
     """Whether a completion's answer equals the ground truth as mathematics (MATH).
 
-    The answer is in the last box; without one it is the last expression of the text, or with
-    `boxed_only` none. A ground truth is LaTeX, e.g. "\\frac{1}{2}", or a solution that has it in a
-    box. `math-verify` compares, which can take any time and memory: in a pool's process.
+    The answer is in the last box; without one it is what the text ends with (see `stated_answer`),
+    or with `boxed_only` none. A ground truth is LaTeX, e.g. "\\frac{1}{2}", or a solution that has
+    it in a box; raises RewardError for an empty one. `math-verify` compares, which can take any
+    time and memory: in a pool's process.
     """
-    expected = (last_boxed(str(truth)) or str(truth)).strip().strip("$").strip()
-    boxed = last_boxed(completion)
-    if boxed is None and (boxed_only or "\\boxed" in completion):  # a box without an end
-        return False
-    if boxed is not None and _plain(boxed) == _plain(expected):
+    expected, text = _math_truth(truth, decimal_mark), after_thinking(completion)
+    answer = boxed_answer(text)
+    if answer is None and not boxed_only and not re.search(r"\\(?:boxed|fbox)\b", text):
+        answer = stated_answer(text)
+    if not answer or len(expected) > LONGEST or len(answer) > LONGEST:
+        return bool(answer) and answer == expected
+    return _same_mathematics(_with_point(as_ascii(answer), decimal_mark), expected)
+
+
+def _math_truth(truth: object, decimal_mark: DecimalMark) -> str:
+    text = "" if truth is None else str(truth)
+    boxed = last_boxed(text)
+    expected = as_ascii(text if boxed is None else boxed).strip().strip("$").strip()
+    if not expected:
+        raise RewardError(f"ground_truth is {truth!r}, which is empty; give LaTeX, or drop the row")
+    return _with_point(expected, decimal_mark if isinstance(truth, str) else ".")
+
+
+def _with_point(latex: str, decimal_mark: DecimalMark) -> str:
+    """LaTeX with decimal points, and "," between thousands."""
+    latex = latex.replace("{,}", ",")
+    if decimal_mark == ",":
+        latex = re.sub(r"(?<=\d)\.(?=\d{3}(?!\d))", "", latex)
+        latex = re.sub(r"(?<=\d),(?=\d)", ".", latex)
+    return latex
+
+
+# What math-verify passes over: it takes the end of a chain, the last of two lines, a number without
+# its base or the word after it. An answer that has more of it than the ground truth is none.
+_RELATION = re.compile(
+    r"=|[<>≈≤≥≠→]|\\(?:leq?|geq?|neq?|lt|gt|approx|sim|simeq|equiv|cong|to|rightarrow|implies|iff"
+    r"|Rightarrow)(?![A-Za-z])"
+)
+_LEFT_OVER = re.compile(
+    r"\\\\|(?<=\d)_|\\[pb]?mod\b|\\[lc]?dots\b|\.\.|(?<=\d)(?<!_\d)\s+(?!\d{3}(?!\d))(?=\d)|[?;]|\\q?quad\b"
+    r"|[\x00-\x08\x0b-\x1f\x7f\x85\u2028\u2029]"
+)
+_NAMED = re.compile(
+    r"((?=.*[A-Za-z])(?:[^=<>≤≥≠≈\d,]|_\{\d+\}|_\d+|,(?=[^()]*\)))+?)(?:=|\\in\b|∈)(.+)", re.DOTALL
+)
+_OR = re.compile(
+    r",?\s*\\(?:text|mathrm)\{\s*,?\s*(?:or|and)\s*,?\s*\}\s*|(?<=[^\s{,]),?\s+(?:or|and)\s+"
+)
+_THOUSANDS = r"(?!(?<=\d,)\d{3}(?!\d))"  # a comma before three digits parts no list
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+_PLAIN_WORDS = NUMBER_WORDS - {"pi", "mod", "minus"} | ALTERNATIVES
+
+
+def _same_mathematics(answer: str, expected: str) -> bool:
+    number = read_number(expected)
+    if _plain(answer) == _plain(expected) or (number and read_number(answer) == number):
         return True
-    if len(expected) > LONGEST:
+    answer = _OR.sub(", ", answer.strip())
+    if not _RELATION.search(expected):  # "x = 5" names what is 5
+        answer = ", ".join(map(_value, _split(answer))).strip()
+    if not _says_no_more(answer, expected):
         return False
     from engine.rewards._latex_equality import equal
 
-    answer = completion[-_MATH_TAIL:] if boxed is None else f"\\boxed{{{boxed}}}"
-    return equal(f"\\boxed{{{expected}}}", answer)
+    return equal(f"\\boxed{{{expected}}}", f"\\boxed{{{answer}}}")
+
+
+def _value(part: str) -> str:
+    """What follows the name of a value, e.g. "5" of "x_1 = 5"."""
+    named = _NAMED.fullmatch(part.strip())
+    denied = named and _words_of(named[1]) & _PLAIN_WORDS
+    return part if named is None or denied else named[2]
+
+
+def _words_of(latex: str) -> set[str]:
+    return set(re.findall("[a-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", latex.lower())))
+
+
+def _says_no_more(answer: str, expected: str) -> bool:
+    """Whether an answer is of the truth's size, and has nothing that math-verify passes over."""
+    truth = _OR.sub(", ", expected)
+    sizes = (_size(answer, comma) == _size(truth, comma) for comma in ("," + _THOUSANDS, ","))
+    if not any(sizes) and "\\pm" not in answer + truth:
+        return False
+    relations, allowed = (len(_RELATION.findall(text)) for text in (answer, truth))
+    variables = [set(_VARIABLE.findall(text)) for text in (answer, truth)]
+    if relations > allowed or (relations and variables[0] != variables[1]):
+        return False
+    if Counter(_LEFT_OVER.findall(answer)) - Counter(_LEFT_OVER.findall(truth)):
+        return False
+    return not (_words_of(answer) - _words_of(truth)) & _PLAIN_WORDS
+
+
+def _split(latex: str, comma: str = "," + _THOUSANDS) -> list[str]:
+    """The parts between commas that are outside of brackets."""
+    return re.findall(rf"(?:[(\[{{][^()\[\]{{}}]*[)\]}}]|(?!{comma}).)+", latex, re.DOTALL)
+
+
+def _size(latex: str, comma: str) -> int:
+    """How many parts a list has, in brackets or not."""
+    text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", latex).strip().rstrip(".")
+    enclosed = re.fullmatch(r"(?:\\\{|[(\[])(.*?)(?:\\\}|[)\]])", text, re.DOTALL)
+    return len(_split(enclosed[1] if enclosed else text, comma))
 
 
 def _plain(latex: str) -> str:
     """LaTeX without what changes nothing: blanks, `\\left`, `\\dfrac`, a full stop."""
     for old, new in (("\\left", ""), ("\\right", ""), ("dfrac", "frac"), ("tfrac", "frac")):
         latex = latex.replace(old, new)
-    return "".join(latex.split()).rstrip(".")
+    return "".join(latex.split()).strip("$").rstrip(".")
 
 
 # The letter of a multiple choice.
 
-_CHOICE_TAIL = 2000  # characters at the end that are searched
-_STATED = re.compile(
-    r"(?i:answer|choice|option)\b[\s:*]{0,8}(?:(?i:is)\b[\s:*]{0,8})?[(\[]?([A-Z])\b"
-)
-_LETTER = re.compile(r"(?<![A-Za-z'])\(?([A-Z])\)?(?![A-Za-z'])")
 
-
-def choice(text: str) -> str | None:
-    """The letter that a text settles on: boxed, after "answer", or the last that stands alone.
-
-    >>> choice("Not A, since … so the answer is (C)."), choice("B"), choice("Choice: **D**")
-    ('C', 'B', 'D')
-    """
-    boxed = last_boxed(text)
-    if boxed is not None:
-        text = re.sub(r"\\[a-z]+", " ", boxed)
-    tail = text[-_CHOICE_TAIL:]
-    letters = _STATED.findall(tail) or _LETTER.findall(tail)
-    return letters[-1] if letters else None
-
-
-@register_row_reward("multiple_choice", answer=choice)
+@register_row_reward("multiple_choice", answer=choice, lenient=lenient_choice)
 def multiple_choice(completion: str, truth: object) -> bool:
     """Whether `choice` gives the ground truth: a letter, or the number of the right one from 0.
 
     Raises RewardError where it is neither.
     """
-    letter = str(truth).strip().strip("().").upper()
+    return choice(completion) == _right_letter(truth)
+
+
+def _right_letter(truth: object) -> str:
+    letter = as_ascii(str(truth)).strip().strip("().").upper()
     if letter.isascii() and letter.isdigit() and int(letter[:3]) < 26:
         letter = chr(ord("A") + int(letter[:3]))
     if len(letter) != 1 or not "A" <= letter <= "Z":
@@ -209,21 +268,24 @@ def multiple_choice(completion: str, truth: object) -> bool:
             f"ground_truth is {truth!r}; multiple_choice needs a letter from A to Z, or the "
             "number of the right choice, from 0"
         )
-    return choice(completion) == letter
+    return letter
 
 
 # Text that equals the ground truth, or one of a list of right answers.
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# What is more than punctuation in a number stays: -5, 1.5, .5, 3/4, 18-20.
+_IN_NUMBER = r"(?<=\d)(?:[^\w\s,]|,(?!\d{3}(?!\d)))(?=\d)|(?<!\w)-(?=[.$]?\d)|(?<!\w)\.(?=\d)"
+_PUNCTUATION = re.compile(rf"(?!{_IN_NUMBER})[{re.escape(string.punctuation)}]")
 
 
 def text_answer(text: str, *, after: str = "") -> str | None:
-    """The text after the last `after`, stripped; None where `after` is not there.
+    """The text after thinking and the last `after`, stripped; None where `after` is not there.
 
     >>> text_answer("It rains. Answer: yes ", after="Answer:")
     'yes'
     """
+    text = after_thinking(text)
     _, mark, rest = text.rpartition(after) if after else ("", "all", text)
     return rest.strip() if mark else None
 
@@ -231,38 +293,56 @@ def text_answer(text: str, *, after: str = "") -> str | None:
 def normalised(text: str) -> str:
     """Return text in lower case, without punctuation, articles and doubled blanks (as SQuAD does).
 
-    >>> normalised("The  Eiffel Tower!")
-    'eiffel tower'
+    Signs in numbers stay, and articles where there is nothing else.
+
+    >>> normalised("The  Eiffel Tower!"), normalised("$-1,234.5."), normalised("A")
+    ('eiffel tower', '-1234.5', 'a')
     """
-    bare = text.lower().translate(_NO_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", bare).split())
+    bare = _PUNCTUATION.sub("", as_ascii(unicodedata.normalize("NFC", text)).lower())
+    return " ".join(_ARTICLES.sub(" ", bare).split()) or bare.strip()
 
 
-@register_row_reward("exact_match", answer=text_answer)
+@register_row_reward("exact_match", answer=text_answer, lenient=lenient_match)
 def exact_match(completion: str, truth: object, *, after: str = "") -> bool:
     """Whether a text equals the ground truth, or one of its list, but for blanks around.
 
     With `after`, what follows the last `after` counts, e.g. "Answer:".
     """
-    return _matches(completion, truth, after, str.strip)
+    return _matches(completion, truth, after, _stripped)
 
 
-@register_row_reward("normalised_match", answer=text_answer)
+@register_row_reward("normalised_match", answer=text_answer, lenient=lenient_match)
 def normalised_match(completion: str, truth: object, *, after: str = "") -> bool:
     """As `exact_match`, both sides `normalised`."""
     return _matches(completion, truth, after, normalised)
 
 
+def _stripped(text: str) -> str:
+    return unicodedata.normalize("NFC", text).strip()
+
+
 def _matches(completion: str, truth: object, after: str, form: Callable[[str], str]) -> bool:
-    answer = text_answer(completion, after=after)
+    right, answer = _right_texts(truth, form), text_answer(completion, after=after)
+    return answer is not None and form(answer) in right
+
+
+def _right_texts(truth: object, form: Callable[[str], str]) -> set[str]:
+    """The right answers; RewardError where one is empty, which an empty completion would match."""
     truths = truth if isinstance(truth, list | tuple) else [truth]
-    return answer is not None and form(answer) in {form(str(right)) for right in truths}
+    right = {"" if text is None else form(str(text)) for text in truths}
+    if not right or "" in right:
+        raise RewardError(f"ground_truth is {truth!r}, which is empty; correct or drop the row")
+    return right
 
 
 # Form and length.
 
 
-@register_row_reward("regular_expression", pooled=True)
+@register_row_reward(
+    "regular_expression",
+    pooled=True,
+    form_only=lambda options: "(?P<answer>" not in str(options.get("pattern")),
+)
 def regular_expression(completion: str, truth: object, *, pattern: str = "") -> bool:
     """Whether `pattern` is found; raise RewardError for a pattern that is none.
 
@@ -274,6 +354,8 @@ def regular_expression(completion: str, truth: object, *, pattern: str = "") -> 
     compiled = compiled_pattern(pattern)
     if "answer" not in compiled.groupindex:
         return compiled.search(completion) is not None
+    if truth is None or not str(truth).strip():
+        raise RewardError(f"ground_truth is {truth!r}, which is empty; correct or drop the row")
     last = deque(compiled.finditer(completion), maxlen=1)
     answer = last[0]["answer"] if last else None
     return answer is not None and answer.strip() == str(truth).strip()
@@ -308,7 +390,7 @@ def has_tags(text: str, tags: Sequence[str] = _TAGS) -> bool:
     return not rest
 
 
-@register_row_reward("think_format", well_formed=has_tags)
+@register_row_reward("think_format", well_formed=has_tags, form_only=lambda options: True)
 def think_format(completion: str, truth: object, *, tags: tuple[str, ...] = _TAGS) -> bool:
     """Whether a completion keeps its form, right or wrong (DeepSeek-R1's format)."""
     return has_tags(completion, tags)
@@ -318,7 +400,8 @@ _FENCE = "```"
 
 
 def json_text(text: str) -> str:
-    """The text in the last fenced block, or all of it."""
+    """The text in the last fenced block, or all of it, after thinking."""
+    text = after_thinking(text)
     parts = text.split(_FENCE)
     if len(parts) < 3:
         return text.strip()
@@ -326,7 +409,13 @@ def json_text(text: str) -> str:
     return block.removeprefix("json").strip()
 
 
-@register_row_reward("json_schema", pooled=True, imports=("jsonschema",), answer=json_text)
+@register_row_reward(
+    "json_schema",
+    pooled=True,
+    imports=("jsonschema",),
+    answer=json_text,
+    form_only=lambda options: True,
+)
 def json_schema(completion: str, truth: object, *, schema: dict[str, object] | None = None) -> bool:
     """Whether a completion is JSON that keeps a JSON schema.
 
@@ -378,7 +467,7 @@ def cosine_length(
     right: tuple[float, float] = (1.0, 0.5),
     wrong: tuple[float, float] = (-1.0, -0.5),
     **columns: Sequence[object],
-) -> list[float]:
+) -> list[float | None]:
     """Score B completions by the cosine of their length: a short right one is worth more.
 
     Yeo et al. 2025 (arXiv:2502.03373), with the values of open-r1; a short wrong one is worth less.
@@ -394,8 +483,11 @@ def cosine_length(
         raise RewardError(f"reward.options.max_length={max_length} must be at least 1")
     judge: Callable[..., Any] = resolve_reward(answer)
     marks = judge(prompts, completions, ground_truth=ground_truth, **columns)
-    scores = []
+    scores: list[float | None] = []
     for text, mark in zip(completions, marks, strict=True):
+        if mark is None:
+            scores.append(None)
+            continue
         first, last = right if mark >= 1 else wrong
         share = min(len(text) / max_length, 1.0)
         scores.append(last + 0.5 * (first - last) * (1 + cos(share * pi)))

@@ -16,6 +16,7 @@ import os
 import pickle
 import queue
 import random
+import re
 import resource
 import sys
 import threading
@@ -25,7 +26,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.connection import Connection
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
@@ -57,8 +58,11 @@ class RewardRows:
     prompts: Sequence[str]
     completions: Sequence[str]
     columns: Mapping[str, Sequence[object]]
+    numbers: Sequence[int] = field(default=(), compare=False)  # of the rows, in messages; 0 … B-1
 
     def __post_init__(self) -> None:
+        if not self.numbers:
+            object.__setattr__(self, "numbers", range(len(self)))
         for name in {"prompts", "completions"} & self.columns.keys():
             raise RewardError(
                 f"column {name!r} has the name of an argument of every reward; rename the column"
@@ -79,6 +83,7 @@ class RewardRows:
             [self.prompts[i] for i in indices],
             [self.completions[i] for i in indices],
             {name: [values[i] for i in indices] for name, values in self.columns.items()},
+            [self.numbers[i] for i in indices],
         )
 
 
@@ -239,21 +244,23 @@ class RewardThreads(RewardScorer):
                 continue
             turns.pop(key, None)
             under_way -= 1
-            yield key, self._read(call, len(rows[key]), timeout_s, key)
+            yield key, self._read(call, rows[key], timeout_s)
 
-    def _read(self, call: Future[object], size: int, timeout_s: float, first_row: int) -> RowResult:
+    def _read(self, call: Future[object], rows: RewardRows, timeout_s: float) -> RowResult:
         error = call.exception()
         if isinstance(error, DeadlinePassed):
-            return late(self.name, size, timeout_s)
+            return late(self.name, len(rows), timeout_s)
         if error is not None:
             message = text_of(error)
-            if not isinstance(error, RewardError):  # which says what is wrong by itself
+            if isinstance(error, RewardError):  # which says what is wrong, maybe with a row of ours
+                message = _ROW.sub(lambda row: _numbered(row, rows), message)
+            else:
                 message = f"reward {self.name!r} raised {type(error).__name__}: {message}"
             failure = RewardFailure("raised", message)
         else:
             result = call.result()
             try:
-                return read_result(self.name, result, size, first_row)
+                return read_result(self.name, result, len(rows), rows.numbers)
             except RewardFailure as malformed:
                 return malformed
             except Exception as unreadable:  # any object may be here, and fail in its own way
@@ -265,6 +272,14 @@ class RewardThreads(RewardScorer):
                 )
         failure.__cause__ = error
         return failure
+
+
+_ROW = re.compile(r"\Arow (\d{1,9}): ")  # as rewards name a row of their call
+
+
+def _numbered(row: re.Match[str], rows: RewardRows) -> str:
+    index = int(row[1])
+    return f"row {rows.numbers[index]}: " if index < len(rows) else row[0]
 
 
 def late(
@@ -310,6 +325,8 @@ def score(
     columns: Mapping[str, Sequence[object]],
     timeout_s: float,
     on_error: OnError = "fail",
+    *,
+    first_row: int = 0,
 ) -> Scores:
     """Score B completions within `timeout_s` seconds, or twice that where some of them fail.
 
@@ -317,16 +334,18 @@ def score(
     raises, hangs or returns a malformed result (other components than before, say), each row is
     scored by itself, so that only those at fault have no score; a value that isn't finite costs its
     row and no further call. Failures are logged as one warning. With `on_error="fail"` the first
-    one raises RewardError, as do columns that don't fit the completions.
+    one raises RewardError, as do columns that don't fit the completions. Messages count rows from
+    `first_row`.
     """
-    rows = RewardRows(prompts, completions, columns)
+    numbers = range(first_row, first_row + len(completions))
+    rows = RewardRows(prompts, completions, columns, numbers)
     if not len(rows):
         return Scores(scorer.components, [], {})
     scores, batch_failure = score_rows(scorer, rows, timeout_s, on_error)
     if on_error == "fail" and scores.failures:
         raise scores.failures[min(scores.failures)]
     if batch_failure is not None or scores.failures:
-        _log(scorer.name, scores, batch_failure, on_error)
+        _log(scorer.name, scores, batch_failure, on_error, first_row)
     return scores
 
 
@@ -373,7 +392,13 @@ def _settle_components(scorer: RewardScorer, scores: Scores) -> None:
         scorer.components = scores.components
 
 
-def _log(name: str, scores: Scores, batch_failure: RewardFailure | None, on_error: OnError) -> None:
+def _log(
+    name: str,
+    scores: Scores,
+    batch_failure: RewardFailure | None,
+    on_error: OnError,
+    first_row: int,
+) -> None:
     """One warning a batch: how many failed and why, what becomes of them, the first traceback."""
     failures = [scores.failures[row] for row in sorted(scores.failures)]
     size = len(scores.rows)
@@ -383,7 +408,8 @@ def _log(name: str, scores: Scores, batch_failure: RewardFailure | None, on_erro
             f"reward {name!r} failed for {len(failures)} of {size} completions "
             f"({', '.join(f'{cause} {count}' for cause, count in causes.items())}), which "
             f"{'are left out of learning' if on_error == 'drop' else 'score 0'} "
-            f"(reward.on_error={on_error}); first, completion {min(scores.failures)}: {failures[0]}"
+            f"(reward.on_error={on_error}); first, completion "
+            f"{first_row + min(scores.failures)}: {failures[0]}"
         )
     else:
         message = (

@@ -303,8 +303,10 @@ def _prompt_and_answer(
             "writes for one to come, so no completion has a log-prob; give it another template"
         )
     prompt, answer = loaded.encode(opening), loaded.encode(conversation.removeprefix(opening))
-    if tokenizer.eos_token_id in answer:  # a line break may follow it
-        answer = answer[: answer.index(tokenizer.eos_token_id) + 1]
+    # It ends with its first control token, which a line break may follow: its text has none.
+    control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    ends = [at for at, token in enumerate(answer) if token in control]
+    answer = answer[: ends[0] + 1] if ends else answer
     if len(prompt) + len(answer) > loaded.longest or not prompt or not answer:
         raise RewardError(
             f"a conversation of {len(prompt)} and {len(answer)} tokens has no log-prob: the model "

@@ -9,8 +9,10 @@ or, where the score has parts, one such list for each named component:
 
     ... -> dict[str, list[float]]:   # e.g. {"answer": [1.0, 0.0], "format": [1.0, 1.0]}
 
-It may be a coroutine function (`async def`) of the same signature. The names and their order must
-be the same at every call; `register_reward(..., components=...)` says them before the first one.
+None in the place of a float says that it doesn't apply to the completion: the other components
+count, and a completion without any has no score. A reward may be a coroutine function (`async def`)
+of the same signature. The names and their order must be the same at every call;
+`register_reward(..., components=...)` says them before the first one.
 
 A prompt is the text of its last message, e.g. "What is 2+3?"; a completion is the assistant's text,
 special tokens removed. Each completion is scored by itself: where a call on many fails, it is
@@ -32,7 +34,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 from engine.errors import ConfigError, RewardError
 from engine.registry import Options, Registry, import_plugins, keyword_defaults
 
-RewardResult: TypeAlias = Sequence[float] | Mapping[str, Sequence[float]]
+RewardResult: TypeAlias = Sequence[float | None] | Mapping[str, Sequence[float | None]]
 RewardFunction: TypeAlias = Callable[..., RewardResult | Awaitable[RewardResult]]
 
 
@@ -40,7 +42,10 @@ RewardFunction: TypeAlias = Callable[..., RewardResult | Awaitable[RewardResult]
 # filled up. A result of the wrong form is wrong as a whole; a wrong value in a well-formed result
 # is wrong for its completion alone.
 
-Cause: TypeAlias = Literal["raised", "deadline", "malformed", "not_finite", "crashed"]
+Cause: TypeAlias = Literal[
+    "raised", "deadline", "malformed", "not_finite", "not_applicable", "crashed"
+]
+NOT_APPLICABLE = math.nan  # the value of a component that doesn't apply to a row
 _LONGEST_TRACEBACK = 8000  # characters
 _LARGEST = 3.4028234e38  # of float32, in which scores travel
 
@@ -69,7 +74,9 @@ class Scores:
     """
 
     components: tuple[str, ...] | None
-    rows: list[list[float]]  # B of K floats (1, for a plain list), all finite; 0 without a score
+    rows: list[list[float]]
+    """B of K floats (1, for a plain list): NaN where a component doesn't apply, else finite; all 0
+    without a score."""
     failures: dict[int, RewardFailure]  # why there is none, by row
 
     @classmethod
@@ -93,13 +100,15 @@ class Scores:
             ) from first
 
 
-def read_result(name: str, result: object, size: int, first_row: int = 0) -> Scores:
-    """Read what reward `name` returned for `size` completions, the first of them `first_row`.
+def read_result(
+    name: str, result: object, size: int, numbers: Sequence[int] | None = None
+) -> Scores:
+    """Read what reward `name` returned for `size` completions; messages name them by `numbers`.
 
     Raises RewardFailure ("malformed") for a result of the wrong form; failures of single values are
     in what is returned, under rows that count from 0.
     """
-    who = f"reward {name!r}"
+    who, numbers = f"reward {name!r}", range(size) if numbers is None else numbers
     names: tuple[str, ...] = ()
     if isinstance(result, Mapping):
         names = tuple(result)
@@ -116,8 +125,15 @@ def read_result(name: str, result: object, size: int, first_row: int = 0) -> Sco
     failures: dict[int, RewardFailure] = {}
     for row, values in enumerate(zip(*columns, strict=True)):
         scores[row] = [float32_or_nan(value) for value in values]
-        wrong = next((i for i, number in enumerate(scores[row]) if math.isnan(number)), None)
-        if wrong is not None:
+        unread = [i for i, number in enumerate(scores[row]) if math.isnan(number)]
+        wrong = next((i for i in unread if values[i] is not None), None)
+        if wrong is None and len(unread) == len(values):
+            failures[row] = RewardFailure(
+                "not_applicable",
+                f"{who} returned None for completion {numbers[row]}, and nothing else scores it",
+            )
+            del scores[row]
+        elif wrong is not None:
             del scores[row]
             part = f" as {names[wrong]!r}" if names else ""
             shown = type(values[wrong]).__name__
@@ -125,8 +141,8 @@ def read_result(name: str, result: object, size: int, first_row: int = 0) -> Sco
                 shown = reprlib.repr(values[wrong])
             failures[row] = RewardFailure(
                 "not_finite",
-                f"{who} returned {shown}{part} for completion {first_row + row}; "
-                "it must be a finite float",
+                f"{who} returned {shown}{part} for completion {numbers[row]}; "
+                "it must be a finite float, or None where it doesn't apply",
             )
     return Scores.of(names, scores, failures)
 
@@ -188,8 +204,13 @@ class RegisteredReward:
     """`answer(completion)` reads the answer that evaluation shows and votes on."""
     well_formed: Callable[..., bool] | None = None
     """`well_formed(completion)` says whether it keeps the format."""
+    lenient: Callable[..., bool] | None = None
+    """`lenient(completion, truth)` says whether it is right where a part counts as the answer."""
+    row_options: tuple[str, ...] = ()  # options, of `answer` too, that a column of that name sets
     right_from: str | Callable[..., float] | None = None
     """The least score of a right completion (1 if None): the option that has it, or a function."""
+    form_only: Callable[[Mapping[str, object]], bool] = lambda options: False
+    """Whether the score with these options says nothing about the answer, as of tags."""
 
 
 _registry: Registry[RegisteredReward] = Registry(
@@ -224,15 +245,15 @@ def register_reward(
 
 
 def register_row_reward(
-    name: str, **details: Any
-) -> Callable[[Callable[..., float]], Callable[..., list[float]]]:
+    name: str, *, row_options: tuple[str, ...] = (), **details: Any
+) -> Callable[[Callable[..., float | None]], Callable[..., list[float | None]]]:
     """Make a function that scores one completion a reward function, and register that.
 
     It is called as `function(completion, ground_truth, **options)`; `details` are those of
     `register_reward`. A RewardError that it raises is raised with the row's number.
     """
 
-    def add(function: Callable[..., float]) -> Callable[..., list[float]]:
+    def add(function: Callable[..., float | None]) -> Callable[..., list[float | None]]:
         names = keyword_defaults(function)
 
         @functools.wraps(function)
@@ -242,18 +263,25 @@ def register_row_reward(
             *,
             ground_truth: Sequence[object] | None = None,
             **columns: Any,
-        ) -> list[float]:
+        ) -> list[float | None]:
             options = {name: value for name, value in columns.items() if name in names}
+            by_row = {
+                name: options.pop(name)
+                for name in row_options
+                if not isinstance(options.get(name, ""), str)  # a column
+            }
             truths = [None] * len(completions) if ground_truth is None else ground_truth
-            scores: list[float] = []
-            for completion, truth in zip(completions, truths, strict=True):
+            scores: list[float | None] = []
+            for row, (completion, truth) in enumerate(zip(completions, truths, strict=True)):
+                own = {name: by_row[name][row] for name in by_row if by_row[name][row]}
                 try:
-                    scores.append(float(function(completion, truth, **options)))
+                    value = function(completion, truth, **options, **own)
+                    scores.append(None if value is None else float(value))
                 except RewardError as error:
-                    raise RewardError(f"row {len(scores)}: {error}") from None
+                    raise RewardError(f"row {row}: {error}") from None
             return scores
 
-        return register_reward(name, **details)(reward)
+        return register_reward(name, row_options=row_options, **details)(reward)
 
     return add
 

@@ -14,15 +14,19 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
+from math import isnan
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RewardError
 from engine.redaction import redact_values
 from engine.registry import keyword_defaults
 from engine.rewards import calls
+from engine.rewards.probes import lenient_reading
 from engine.rewards.reward_function import (
+    NOT_APPLICABLE,
     RewardFailure,
     Scores,
     registered_reward,
@@ -43,7 +47,8 @@ class CombinedReward(calls.RewardScorer):
 
     The reward of a row's source gives the component `answer`, or those that it names itself; each
     further reward adds one. All are called side by side; a row that one of them fails on has
-    failed. A component that a row's source doesn't have is 0 there.
+    failed. A component that a row's source doesn't have, or for which a reward gives None, doesn't
+    apply to the row (NaN); a row to which none applies has failed.
     """
 
     def __init__(
@@ -94,19 +99,24 @@ class CombinedReward(calls.RewardScorer):
 
         by_name: list[dict[str, float]] = [{} for _ in all_rows]
         failures: dict[int, RewardFailure] = {}
+        unscored: dict[int, RewardFailure] = {}  # rows to which a part doesn't apply
         with ThreadPoolExecutor(len(parts)) as threads:
             scores_by_part = list(threads.map(score_part, parts))
         for (_, indices, label), scores in zip(parts, scores_by_part, strict=True):
             names = (label,) if label else scores.components or (ANSWER,)
             for i, row in enumerate(indices):
-                if i in scores.failures:
-                    failures.setdefault(row, scores.failures[i])
-                else:
+                failure = scores.failures.get(i)
+                if failure is None:
                     by_name[row] |= dict(zip(names, scores.rows[i], strict=True))
+                elif failure.cause == "not_applicable":
+                    unscored.setdefault(row, failure)
+                else:
+                    failures.setdefault(row, failure)
+        failures |= {row: unscored[row] for row in unscored.keys() - failures if not by_name[row]}
         self.components = self._joined_components()
         order = self.components or tuple(dict.fromkeys(chain.from_iterable(by_name)))
         values = {
-            row: [by_name[row].get(name, 0.0) for name in order]
+            row: [by_name[row].get(name, NOT_APPLICABLE) for name in order]
             for row in all_rows
             if row not in failures
         }
@@ -213,11 +223,13 @@ class Scorer:
         completions: Sequence[str],
         columns: Mapping[str, Sequence[object]],
         on_error: calls.OnError | None = None,
+        *,
+        first_row: int = 0,
     ) -> Scores:
         """Score B completions (see `calls.score`), with the configured `on_error` or this one."""
-        on_error = on_error or self.config.on_error
+        on_error, limit_s = on_error or self.config.on_error, self.config.timeout_s
         return calls.score(
-            self.reward, prompts, completions, columns, self.config.timeout_s, on_error
+            self.reward, prompts, completions, columns, limit_s, on_error, first_row=first_row
         )
 
     def weights(self, components: tuple[str, ...]) -> list[float]:
@@ -234,18 +246,20 @@ class Scorer:
         return [weights.get(name, 1.0) for name in components] or [1.0]
 
     def totals(self, scores: Scores) -> list[float]:
-        """The weighted sum of each completion's components; 0 where there is no score."""
+        """The weighted sum of the components that apply; 0 where there is no score."""
         if scores.components is None:
             return [0.0] * len(scores.rows)
         weights = self.weights(scores.components)
         return [
-            sum(w * value for w, value in zip(weights, row, strict=True)) for row in scores.rows
+            sum(w * value for w, value in zip(weights, row, strict=True) if not isnan(value))
+            for row in scores.rows
         ]
 
     def correct(self, scores: Scores, sources: Sequence[object]) -> list[bool]:
         """Which completions are right: component `correct`, else `answer`, else the total.
 
-        Each is at least 1 there, or what the reward of the row's `sources` entry says.
+        Each is at least 1 there, or what the reward of the row's `sources` entry says. None is
+        where neither of the components that there are applies.
         """
         totals, names = self.totals(scores), scores.components or ()
         right = []
@@ -254,19 +268,27 @@ class Scorer:
             if isinstance(self.reward, CombinedReward):
                 of_source = self.reward.components_of(source)
             judging = [name for name in RIGHT if name in of_source and name in names]
-            value = scores.rows[row][names.index(judging[0])] if judging else totals[row]
+            values = [scores.rows[row][names.index(name)] for name in judging] or [totals[row]]
+            value = next((value for value in values if not isnan(value)), NOT_APPLICABLE)
             right.append(row not in scores.failures and value >= judge.right_from)
         return right
 
     def answers(
-        self, completions: Sequence[str], sources: Sequence[object]
+        self,
+        completions: Sequence[str],
+        sources: Sequence[object],
+        columns: Mapping[str, Sequence[object]] | None = None,
     ) -> tuple[list[str | None], bool]:
-        """The answers that completions give, None without one; and whether any can be read."""
-        readers = [judge.read_answer for judge in self._judges_of(sources)]
-        answers = [
-            read(text) if read else None for read, text in zip(readers, completions, strict=True)
-        ]
-        return answers, any(readers)
+        """The answers that completions give, None without one; and whether any can be read.
+
+        `columns` are the rows' others, which may say how numbers are written.
+        """
+        judges, answers = self._judges_of(sources), []
+        for row, (judge, text) in enumerate(zip(judges, completions, strict=True)):
+            names = judge.row_options & (columns or {}).keys()
+            own = {name: columns[name][row] for name in names if columns and columns[name][row]}
+            answers.append(judge.read_answer(text, **own) if judge.read_answer else None)
+        return answers, any(judge.read_answer for judge in judges)
 
     def well_formed(
         self, completions: Sequence[str], sources: Sequence[object]
@@ -276,6 +298,21 @@ class Scorer:
             return None
         pairs = zip(self._judges_of(sources), completions, strict=True)
         return [judge.keeps_format(text) for judge, text in pairs]
+
+    def leniently_right(
+        self, completions: Sequence[str], sources: Sequence[object], truths: Sequence[object]
+    ) -> list[bool | None]:
+        """Which completions a lenient reading calls right: the reward's, or one by the truth.
+
+        It takes a part for the answer, which no score does: what it alone accepts may be a policy's
+        way around the strict one. None where a truth is no answer, or a bad one.
+        """
+        right: list[bool | None] = [None] * len(completions)
+        for i, judge in enumerate(self._judges_of(sources)):
+            read = judge.lenient or lenient_reading(truths[i])
+            with suppress(RewardError):
+                right[i] = None if read is None else read(completions[i], truths[i])
+        return right
 
     def close(self) -> None:
         """End the rewards' processes and what they left behind."""
@@ -295,9 +332,11 @@ class Scorer:
 class _Judge:
     """How evaluation reads completions, by one registered reward with its options."""
 
-    read_answer: Callable[[str], str | None] | None = None
+    read_answer: Callable[..., str | None] | None = None
     well_formed: Callable[[str], bool] | None = None
     right_from: float = 1.0  # the least score of a right completion
+    lenient: Callable[[str, object], bool] | None = None
+    row_options: frozenset[str] = frozenset()  # of `read_answer`, unless `reward.options` has them
 
     def keeps_format(self, text: str) -> bool:
         """Whether a text keeps the format: it has an answer, where nothing else is asked."""
@@ -324,6 +363,8 @@ def _judge(spec: RewardSpec) -> _Judge:
         with_options(entry.answer) if entry.answer else None,
         with_options(entry.well_formed) if entry.well_formed else None,
         float(right_from),
+        entry.lenient,
+        frozenset(entry.row_options) - spec.options.keys(),
     )
 
 

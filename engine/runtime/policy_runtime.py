@@ -10,11 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine import models
 from engine.batch import Batch
 from engine.config import LoRAConfig, ParallelConfig
+from engine.data.templates import add_stop_tokens
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import RolloutError
 from engine.parallel.layout import Layout
@@ -222,6 +223,14 @@ class StartModel:
         return moved
 
 
+def saved_tokenizer(path: str, model: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer to save with a model, whose generation config gets the ends of its turns."""
+    tokenizer = load_tokenizer(path)
+    if getattr(model, "generation_config", None) is not None:
+        add_stop_tokens(model.generation_config, tokenizer)
+    return tokenizer
+
+
 def save_ranks(policy: PolicyRuntime, start: StartModel, folder: Path) -> None:
     """Write `policy`, its adapters and its tokenizer; all ranks call it together.
 
@@ -233,7 +242,7 @@ def save_ranks(policy: PolicyRuntime, start: StartModel, folder: Path) -> None:
         load = partial(models.load_policy_model, start.path, start.dtype, start.lora, start.seed)
         model = policy.full_model(load)
         if ranks.rank == 0:
-            models.save_model(model, load_tokenizer(tokenizer), folder)
+            models.save_model(model, saved_tokenizer(tokenizer, model), folder)
         return
 
     adapters: dict[str, Tensor] = {}
@@ -242,6 +251,7 @@ def save_ranks(policy: PolicyRuntime, start: StartModel, folder: Path) -> None:
 
     def write(tensors: Iterator[tuple[str, Tensor]]) -> None:
         opened: Any = start.open()
-        models.save_tensors(opened.module, tensors, load_tokenizer(tokenizer), folder, adapters)
+        saved = saved_tokenizer(tokenizer, opened.module)
+        models.save_tensors(opened.module, tensors, saved, folder, adapters)
 
     policy.write_full(write, merged_tensors(policy.sharded, adapters) if adapters else None)

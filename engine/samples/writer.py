@@ -154,7 +154,7 @@ def as_table(sample: Sample, texts: TokenTexts) -> pa.Table:
     if "reward_components" in rows and count:
         names = rows.columns["reward_component_names"][0]
         for name, values in zip(names, rows["reward_components"].unbind(1), strict=True):
-            values = pa.array(values.tolist(), pa.float32())
+            values = pa.array(values.tolist(), pa.float32(), from_pandas=True)  # NaN as null
             table = table.append_column(sample_files.COMPONENT + _text(name), values)
     return table
 

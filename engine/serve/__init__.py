@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import ModelError
+from engine.errors import LineageError, ModelError
 from engine.lineage.lookup import is_reference, open_registry
-from engine.storage.artifacts import local_path, verify
+from engine.storage.artifacts import local_path, read_manifest, verify
 from engine.storage.digests import MANIFEST, tree_digest
 from engine.tracking.model_versions import ARTIFACT_TAG, MANIFEST_TAG, intact_copy
 
@@ -51,13 +52,17 @@ class Identity:
     manifest_digest: str  # of its manifest.json; empty where it has none
 
 
-def resolve(reference: str, scratch: Path, name: str = "") -> tuple[Path, Identity]:
+def resolve(
+    reference: str, scratch: Path, name: str = "", trusted: Collection[str] | None = None
+) -> tuple[Path, Identity]:
     """Return the folder of a model, re-hashed, and what it is known by.
 
     A registered version is MLflow's own copy, which must be what the version's tags name; an alias
     is looked up once. A folder, or what an address (s3://…) downloads, must be as its manifest
-    says, where it has one. `scratch`: for downloads. Raises LineageError for other content,
-    TrackingError, StorageError, and ModelError for a folder without a model.
+    says, where it has one. `scratch`: for downloads. trusted: the public keys (hex) by one of
+    which its manifest, and so what it names as parents, must be signed; None: it need not be.
+    Raises LineageError for other content, TrackingError, StorageError, and ModelError for a folder
+    without a model.
     """
     if is_reference(reference):
         tracker = open_registry()
@@ -76,6 +81,8 @@ def resolve(reference: str, scratch: Path, name: str = "") -> tuple[Path, Identi
             digest = tree_digest(folder)
         identity = Identity(name or folder.name, reference, "", digest, manifest_digest)
     _require_model(folder, reference)
+    if trusted is not None and (fault := read_manifest(folder).signature_fault(trusted)):
+        raise LineageError(f"{reference} is not served: {fault}")
     return folder, identity
 
 

@@ -1,7 +1,7 @@
 """`python -m engine.serve MODEL`: an OpenAI-compatible endpoint of a checked model.
 
-Exit status: 0 never, as it serves until it is stopped; 1, not started, or the server ended, with
-one sentence that says why; 2, wrong usage; 130 after Ctrl-C, 143 after SIGTERM.
+Exit status: 0 after --dry-run alone, as it serves until it is stopped; 1, not started, or the
+server ended, with one sentence that says why; 2, wrong usage; 130 after Ctrl-C, 143 after SIGTERM.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
 
+from pydantic import ValidationError
+
 from engine.console import INTERRUPTED, human_time, quiet, say
-from engine.errors import EngineError, RolloutError
+from engine.errors import ConfigError, EngineError, RolloutError
+from engine.openai_api.http_server import listen
 from engine.serve import Identity, resolve
+from engine.serve.api_server import ApiServer, ServerLimits
+from engine.storage.signatures import KEYS_VARIABLE, trusted_keys
 
 T = TypeVar("T")
-FAILED, TERMINATED = 1, 143
+FAILED, TERMINATED, GIB = 1, 143, 2**30
 _SIGNALS_S = 1.0  # a signal that comes just before a wait is handled after it: no wait is longer
 
 
@@ -41,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prefix="hybridflyte-serve-", ignore_cleanup_errors=True
         ) as scratch:
             _serve(options, Path(scratch))
+            return 0
     except EngineError as error:
         say(f"error: {error}", error=True)
         return FAILED
@@ -54,9 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, previous_handler)
 
 
-def _serve(options: argparse.Namespace, scratch: Path) -> NoReturn:
+def _serve(options: argparse.Namespace, scratch: Path) -> None:
     from engine.serve.vllm_server import is_installed
 
+    if options.dry_run:
+        vllm = options.engine == "vllm" or (options.engine == "auto" and is_installed())
+        _say_plan(options, scratch, "vLLM" if vllm else "native")
+        return
     if options.engine == "vllm" or (options.engine == "auto" and is_installed()):
         _with_vllm(options, scratch)
     if options.vllm:
@@ -64,15 +74,37 @@ def _serve(options: argparse.Namespace, scratch: Path) -> NoReturn:
     _with_native(options, scratch)
 
 
-def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
-    from engine.serve.api_server import ApiServer
+def _say_plan(options: argparse.Namespace, scratch: Path, engine: str) -> None:
+    """Check port, limits and model; say what would be served, and the memory that it takes."""
+    from engine.models import saved_dtype, text_config
+    from engine.parallel.layout import ModelShape
+    from engine.serve.fair_decoder import SEQUENCES
 
+    listen(options.host, options.port).close()
+    _limits(options)
+    folder, identity = _resolve(options, scratch)
+    config, weights = text_config(folder), folder.glob("*.safetensors")
+    shape, bytes_each = ModelShape.of(config), 4 if saved_dtype(folder) == "float32" else 2
+    context = options.max_model_len or config.max_position_embeddings
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * bytes_each
+    sizes = [sum(file.stat().st_size for file in weights), SEQUENCES * context * token]
+    say(
+        f"dry run, nothing is served; {identity.name}, content {identity.digest}, by {engine} at "
+        f"http://{options.host}:{options.port}/v1"
+    )
+    say(
+        f"memory    weights {sizes[0] / GIB:.2f} GiB as saved; keys and values {token} bytes a "
+        f"token, {sizes[1] / GIB:.2f} GiB for {SEQUENCES} sequences of {context} tokens"
+    )
+
+
+def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
     # The port first: a model that can't be served there need not be hashed and loaded.
-    server = ApiServer(options.host, options.port, options.request_timeout)
+    server = ApiServer(options.host, options.port, _limits(options))
     started = time.monotonic()
 
     def load() -> Identity:
-        folder, identity = resolve(options.model, scratch, options.name)
+        folder, identity = _resolve(options, scratch)
         server.start(identity)
         from engine.serve.native_backend import NativeBackend  # loads torch
 
@@ -91,8 +123,12 @@ def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
 def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
     from engine.serve.vllm_server import check_port, log_end, vllm_server
 
+    for name in ServerLimits.model_fields:
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is the native server's; vLLM's own options go behind --")
     started, port = time.monotonic(), check_port(options.host, options.port)
-    folder, identity = _interruptible(lambda: resolve(options.model, scratch, options.name))
+    folder, identity = _interruptible(lambda: _resolve(options, scratch))
     if options.max_model_len is not None:
         options.vllm.insert(0, f"--max-model-len={options.max_model_len}")
     address, timeout = (options.host, port), options.start_timeout
@@ -102,6 +138,11 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
         while process.poll() is None:
             time.sleep(_SIGNALS_S)
     raise RolloutError(f"vLLM's server ended with status {process.returncode}: {log_end(scratch)}")
+
+
+def _resolve(options: argparse.Namespace, scratch: Path) -> tuple[Path, Identity]:
+    trusted = trusted_keys() if options.require_signatures else None
+    return resolve(options.model, scratch, options.name, trusted)
 
 
 def _interruptible(work: Callable[[], T]) -> T:
@@ -143,18 +184,38 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="what decodes (default: vllm where it is installed, else native)",
     )
+    add("--dry-run", action="store_true", help="check all, say what would be served, and exit")
     add("--name", default="", help="the model's id in the API (default: its registered name, or "
         "its folder's)")  # fmt: skip
-    add("--max-model-len", type=int, metavar="TOKENS", help="default: the model's context")
     add(
-        "--request-timeout", type=float, default=600.0, metavar="SECONDS",
-        help="native: longest wait for an answer (default: 600)",
-    )  # fmt: skip
+        "--require-signatures",
+        action="store_true",
+        help=f"refuse a model that none of the keys in ${KEYS_VARIABLE} signed",
+    )
+    add("--max-model-len", type=int, metavar="TOKENS", help="default: the model's context")
     add(
         "--start-timeout", type=float, default=900.0, metavar="SECONDS",
         help="vllm: longest wait for its start (default: 900)",
     )  # fmt: skip
+    limits = parser.add_argument_group("limits of the native server")
+    for name, info in ServerLimits.model_fields.items():
+        limits.add_argument(
+            f"--{name.replace('_', '-')}", type=type(info.default), metavar="NUMBER",
+            help=f"{' '.join((info.description or '').split())} (default: {info.default})",
+        )  # fmt: skip
     return parser
+
+
+def _limits(options: argparse.Namespace) -> ServerLimits:
+    """The limits that are given; ConfigError for a value out of its bounds."""
+    given = {name: getattr(options, name) for name in ServerLimits.model_fields}
+    try:
+        return ServerLimits(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(
+            f"--{str(first['loc'][0]).replace('_', '-')} {first['input']}: {first['msg']}"
+        ) from None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The native rollout engine behind an HTTP server of OpenAI's API (Starlette on uvicorn).
+"""The native rollout engine behind OpenAI's API.
 
 It listens before the model (and torch) is loaded; until then `/health` and requests answer 503.
 A field that the server does not offer is refused by name, never ignored.
@@ -8,201 +8,47 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
+import logging
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-import uvicorn
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
-from engine.errors import ConfigError, EngineError
+from engine.errors import EngineError
+from engine.openai_api import schema
+from engine.openai_api.http_server import HttpLimits, HttpServer, listen, read_body, unless_gone
+from engine.openai_api.schema import Answer, Completions, RequestError, RequestLimits
 from engine.serve import Identity
 
-# Fields of the API that change the answer, and the values that ask for nothing.
-NOT_OFFERED: dict[str, tuple[object, ...]] = {
-    "audio": (), "best_of": (1,), "echo": (False,), "frequency_penalty": (0,),
-    "function_call": ("none", "auto"), "functions": ([],), "guided_json": (), "guided_regex": (),
-    "logit_bias": ({},), "logprobs": (False,), "min_p": (0,), "min_tokens": (0,),
-    "presence_penalty": (0,), "prompt_logprobs": (), "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "top_logprobs": (0,),
-}  # fmt: skip
-_R = TypeVar("_R", bound="_Request")
-Tokens = list[Annotated[int, Field(ge=0)]]
+NOT_OFFERED = schema.UNCOMMON | schema.NO_LOGPROBS | schema.NO_TOOLS
+SMALL = 64 << 10  # characters or bytes that may be read on the event loop, or before others
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
-class RequestError(EngineError):
-    """A request that can't be answered; `status` is HTTP's."""
+class ServerLimits(HttpLimits, RequestLimits):
+    """What the native server bears from its clients, and does for one of them."""
 
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class _Request(BaseModel):
-    """What both kinds of requests have."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
-
-    model: str | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    n: int | None = Field(None, ge=1, le=64)
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stream: bool | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        """Texts at which an answer ends."""
-        texts = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in texts if text]
-
-
-class CompletionRequest(_Request):
-    """The body of `POST /v1/completions`."""
-
-    prompt: str | list[str] | Tokens | list[Tokens]
-    prompt_logprobs: int | None = Field(None, ge=0, le=1000)
-
-    @property
-    def prompts(self) -> list[str] | list[Tokens]:
-        """The prompts, as texts or as tokens."""
-        prompt: Any = self.prompt
-        single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
-        return [prompt] if single else prompt
-
-    @property
-    def longest(self) -> int:
-        """Tokens of an answer; OpenAI's own default is 16."""
-        return self.max_tokens or 16
-
-
-class _Part(BaseModel):
-    type: Literal["text"]
-    text: str
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    role: str
-    content: str | list[_Part]
-    name: str | None = None
-
-    def plain(self) -> dict[str, str]:
-        """Return the role and text."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return {"role": self.role, "content": text}
-
-
-class ChatRequest(_Request):
-    """The body of `POST /v1/chat/completions`."""
-
-    messages: list[_Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-
-    @property
-    def longest(self) -> int | None:
-        """Tokens of an answer, the newer name first; None: what the context leaves."""
-        return self.max_completion_tokens or self.max_tokens
-
-
-Completions = CompletionRequest | ChatRequest
+    request_timeout: float = Field(600.0, gt=0, description="Longest wait for an answer, seconds")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One completion as text."""
+class Accepted:
+    """A request whose prompts are tokens and wait for their turn."""
 
-    text: str
-    tokens: int
-    finish_reason: str  # "stop" or "length"
-
-
-def parse(request_class: type[_R], values: object, served: str) -> _R:
-    """Read a request for the model `served`; RequestError for what is wrong or not offered."""
-    try:
-        request = request_class.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the request"
-        raise RequestError(f"{field}: {first['msg']}") from None
-    if request.model is not None and request.model != served:
-        raise RequestError(f"model {request.model!r} is not served; {served!r} is", 404)
-    if request.stream and getattr(request, "prompt_logprobs", None) is not None:
-        raise RequestError("prompt_logprobs can't be streamed; leave one of the two out")
-    for name, value in (request.model_extra or {}).items():
-        if value is not None and name in NOT_OFFERED and value not in NOT_OFFERED[name]:
-            raise RequestError(
-                f"{name}={value!r} is not offered by the native server; leave it out, or serve "
-                "the model with --engine vllm"
-            )
-    return request
-
-
-def response(
-    request: Completions,
-    answers: Sequence[Answer],
-    prompt_tokens: int,
-    model: str,
-    prompt_logprobs: Sequence[object] = (),
-) -> dict[str, object]:
-    """Build the full answer; its choices are in the order of `answers`."""
-    chat = isinstance(request, ChatRequest)
-    generated = sum(answer.tokens for answer in answers)
-    choices: list[dict[str, object]] = []
-    for index, answer in enumerate(answers):
-        message = {"role": "assistant", "content": answer.text}
-        choice = {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}
-        choices.append(choice | ({"message": message} if chat else {"text": answer.text}))
-        if prompt_logprobs:
-            choices[-1]["prompt_logprobs"] = prompt_logprobs[index // (request.n or 1)]
-    return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": choices,
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": prompt_tokens + generated,
-        },
-    }
-
-
-def chunks(answer: Mapping[str, Any]) -> Iterator[dict[str, object]]:
-    """Split an answer into the events of a stream, each choice in one piece."""
-    chat = answer["object"] == "chat.completion"
-    head = {key: answer[key] for key in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk" if chat else "text_completion"
-    for choice in answer["choices"]:
-        text = {"delta": choice["message"]} if chat else {"text": choice["text"]}
-        end: dict[str, object] = {"delta": {}} if chat else {"text": ""}
-        for reason, piece in ((None, text), (choice["finish_reason"], end)):
-            yield head | {"choices": [{"index": choice["index"], "finish_reason": reason} | piece]}
-
-
-LARGEST = 8 << 20  # bytes of a request
-BODY_S = 60.0  # for a client to send its request
-STOP_S = 3  # for requests under way when the server ends
-KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
-    "/v1/completions": CompletionRequest,
-    "/v1/chat/completions": ChatRequest,
-}
+    prompt_tokens: int
+    answers: AsyncIterator[tuple[int, Answer]]  # with their places among the choices, as they end
+    log_probs: list[object]  # of the prompts, after all answers; empty where they aren't asked for
+    cancel: Callable[[], None]  # computes nothing more for it
 
 
 class Backend(Protocol):
@@ -210,7 +56,9 @@ class Backend(Protocol):
 
     context: int  # longest prompt plus completion, in tokens
 
-    async def complete(self, request: Completions) -> tuple[list[Answer], int, list[object]]: ...
+    async def submit(self, request: Completions, limits: RequestLimits) -> Accepted:
+        """Raise RequestError for a prompt that can't be completed."""
+
     def close(self) -> None: ...
 
 
@@ -219,45 +67,28 @@ class ApiServer:
 
     identity: Identity
 
-    def __init__(self, host: str, port: int, request_timeout: float) -> None:
+    def __init__(self, host: str, port: int, limits: ServerLimits | None = None) -> None:
         """Listen on the port; ConfigError where another process does."""
-        self._socket = listen(host, port)
-        self.server_port: int = self._socket.getsockname()[1]
-        self.request_timeout, self.created = request_timeout, int(time.time())
+        self.limits, self.created = limits or ServerLimits(), int(time.time())
         self.backend: Backend | None = None
         routes = [Route("/health", self._health), Route("/v1/models", self._models)]
-        routes += [Route(path, self._complete, methods=["POST"]) for path in KINDS]
-        refused = dict.fromkeys((EngineError, HTTPException, Exception), _refuse)
-        app = Starlette(routes=routes, exception_handlers=refused)
-        # Requests are private: no access log.
-        config = uvicorn.Config(
-            app,
-            loop="asyncio",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=STOP_S,
+        routes += [Route(path, self._complete, methods=["POST"]) for path in schema.KINDS]
+        refused = dict.fromkeys(
+            (EngineError, HTTPException, ClientDisconnect, TimeoutError, Exception), _refuse
         )
-        self._server = uvicorn.Server(config)
-        self._thread: threading.Thread | None = None
+        app = Starlette(routes=routes, exception_handlers=refused)
+        listener = listen(host, port)
+        self.server_port: int = listener.getsockname()[1]
+        self._http = HttpServer(app, listener, self.limits)
 
     def start(self, identity: Identity) -> None:
         """Answer requests in a thread, for the model of this identity."""
         self.identity = identity
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), name="http", daemon=True
-        )
-        self._thread.start()
+        self._http.start()
 
     def stop(self) -> None:
         """Take no more requests, and wait a moment for what is under way."""
-        self._server.should_exit = True
-        if self._thread is not None:
-            self._thread.join(STOP_S + 1)
-        self._socket.close()
+        self._http.stop()
         if self.backend is not None:
             self.backend.close()
 
@@ -273,69 +104,104 @@ class ApiServer:
         return _json({"object": "list", "data": [model]})
 
     async def _complete(self, request: Request) -> Response:
-        name, values = self.identity.name, await _body(request)
-        completions = parse(KINDS[request.scope["path"]], values, name)
-        if self.backend is None:
-            raise RequestError("the model is being loaded", 503)
+        deadline = asyncio.get_running_loop().time() + self.limits.request_timeout
+        data = await read_body(request, self.limits)
+        parse = partial(self._parse, request.scope["path"], data)
+        completions = await _in_thread(len(data) > SMALL, parse)
         try:
-            async with asyncio.timeout(self.request_timeout):
-                answers, tokens, log_probs = await self.backend.complete(completions)
-        except TimeoutError:
-            raise RequestError(
-                "the answer took longer than --request-timeout; ask for fewer tokens, or when "
-                "fewer others ask",
-                504,
-            ) from None
+            return await unless_gone(request, self._respond(completions, deadline))
         except asyncio.CancelledError:
             raise RequestError("the server is stopping", 503) from None
-        answer = response(completions, answers, tokens, name, log_probs)
-        if not completions.stream:
-            return _json(answer)
-        events = [*map(json.dumps, chunks(answer)), "[DONE]"]
-        data = "".join(f"data: {event}\n\n" for event in events)
-        return Response(data, headers={"content-type": "text/event-stream"})
+
+    def _parse(self, path: str, data: bytearray) -> Completions:
+        try:
+            values = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the request is not JSON: {error}") from None
+        kind, name = schema.KINDS[path], self.identity.name
+        return schema.parse(kind, values, name, self.limits, NOT_OFFERED)
+
+    async def _respond(self, request: Completions, deadline: float) -> Response:
+        if self.backend is None:
+            raise RequestError("the model is being loaded", 503)
+        async with asyncio.timeout_at(deadline):
+            accepted = await self.backend.submit(request, self.limits)
+            reply = schema.Reply(request, self.identity.name, accepted.prompt_tokens)
+            if request.stream:
+                return _Stream(reply, accepted, deadline)
+            try:
+                answers = dict([item async for item in accepted.answers])
+            finally:
+                accepted.cancel()
+        body = reply.whole([answers[index] for index in sorted(answers)], accepted.log_probs)
+        write = partial("".join, schema.json_pieces(body))
+        text = await _in_thread(bool(accepted.log_probs), write)
+        return Response(text, media_type="application/json")
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens there, on a free port for 0; raise ConfigError if it can't."""
+class _Stream(StreamingResponse):
+    """The choices of a request as they end."""
+
+    def __init__(self, reply: schema.Reply, accepted: Accepted, deadline: float) -> None:
+        headers = {"content-type": "text/event-stream"}
+        super().__init__(_events(reply, accepted, deadline), headers=headers)
+        self._accepted = accepted
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # its client may be gone
+            self._accepted.cancel()
+
+
+async def _events(reply: schema.Reply, accepted: Accepted, deadline: float) -> AsyncIterator[str]:
+    answers = []
     try:
-        return socket.create_server((host, port))
-    except OSError as error:
-        reason = str(error.strerror or error).partition(" (")[0]
-        raise ConfigError(
-            f"port {port} of {host} can't be listened on: {reason}; stop what has it, or choose "
-            "another with --port (0: any that is free)"
-        ) from error
+        while True:
+            async with asyncio.timeout_at(deadline):
+                item = await anext(accepted.answers, None)
+            if item is None:
+                break
+            answers.append(item[1])
+            for event in reply.events(*item):
+                yield schema.sse(event)
+        if last := reply.last_event(answers):
+            yield schema.sse(last)
+    except Exception as error:  # the status of the answer has been sent
+        if not isinstance(error, EngineError | TimeoutError):
+            _log.exception("a stream failed")
+        yield schema.sse(schema.error_body(*_described(error)))
+    yield schema.sse("[DONE]")
 
 
-async def _body(request: Request) -> object:
-    """Read the request's JSON; raise RequestError for what is too large, too slow, or none."""
-    data = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for part in request.stream():
-                data += part
-                if len(data) > LARGEST:
-                    raise RequestError(f"the request has more than {LARGEST} bytes", 413)
-        return json.loads(data)
-    except (TimeoutError, ClientDisconnect):
-        raise RequestError(f"the request did not come within {BODY_S:g} s", 408) from None
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the request is not JSON: {error}") from None
+async def _in_thread(large: bool, work: partial[T]) -> T:
+    """Do what takes long for a large request beside the event loop."""
+    return await asyncio.to_thread(work) if large else work()
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
     """Describe an error as OpenAI's clients read it; uvicorn logs one that is not foreseen."""
-    status, message = 500, "the server failed at this request; its log says why"
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nginx's; nobody reads it
+    message, status = _described(error)
     if isinstance(error, HTTPException):
-        status = error.status_code
-        message = f"there is no {request.method} {request.url.path}; POST to {' or '.join(KINDS)}"
-    elif isinstance(error, EngineError):
-        status, message = getattr(error, "status", 500), str(error)
-    error_type = "server_error" if status >= 500 else "invalid_request_error"
-    body = {"message": message, "type": error_type, "param": None, "code": status}
-    return _json({"error": body}, status)
+        paths, status = " or ".join(schema.KINDS), error.status_code
+        message = f"there is no {request.method} {request.url.path}; POST to {paths}"
+    return _json(schema.error_body(message, status), status)
 
 
-def _json(values: object, status: int = 200) -> Response:
-    return Response(json.dumps(values), status, media_type="application/json")
+def _described(error: Exception) -> tuple[str, int]:
+    if isinstance(error, TimeoutError):
+        return (
+            "the answer took longer than --request-timeout; ask for fewer tokens, or when fewer "
+            "others ask",
+            504,
+        )
+    if isinstance(error, EngineError):
+        return str(error), getattr(error, "status", 500)
+    return "the server failed at this request; its log says why", 500
+
+
+def _json(values: Any, status: int = 200) -> Response:
+    headers = {"retry-after": "1"} if status == 503 else None
+    return Response(json.dumps(values), status, headers, media_type="application/json")

@@ -19,8 +19,8 @@ import httpx
 
 from engine.data.tokenizer import tokenizer_alone
 from engine.errors import ConfigError, RolloutError
+from engine.openai_api.http_server import listen
 from engine.serve import IDENTIFY, IDENTITY_VARIABLE, Identity
-from engine.serve.api_server import listen
 from engine.storage.digests import project_root
 
 POLL_S, ANSWER_S, PROBE_S = 0.3, 5.0, 60.0

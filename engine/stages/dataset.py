@@ -24,6 +24,9 @@ from transformers import PreTrainedTokenizerBase
 from engine.config import DataConfig, PipelineConfig, RetrainConfig, digest
 from engine.console import say
 from engine.data import contract, sources, templates
+from engine.data.cells import row_numbers
+from engine.data.chat_template import with_template_variables
+from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.decontamination import without_held_out
 from engine.data.incremental_data import (
     DataFile,
@@ -34,7 +37,6 @@ from engine.data.incremental_data import (
     sample_replay,
 )
 from engine.data.prepare import CARD, SplitCard, card_html, card_markdown
-from engine.data.rows import row_numbers
 from engine.data.sources import Splits
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
 from engine.errors import ConfigError, DataError, LineageError, TrackingError
@@ -163,7 +165,7 @@ def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTr
         rows = splits.sft_train
         prompts = [message["content"] for prompt in rows["prompt"] for message in prompt]
         tokenizer = train_tokenizer([*prompts, *rows["response"]], data.vocab_size)
-    return templates.with_template_variables(tokenizer, data.apply_chat_template_kwargs)
+    return with_template_variables(tokenizer, data.apply_chat_template_kwargs)
 
 
 def apply_control_tokens(
@@ -176,7 +178,7 @@ def apply_control_tokens(
     total, tables = 0, dict[str, Any]()
     for name, frame in splits.tables().items():
         rows = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
-        spelling = templates.rows_spelling_control_tokens(rows, tokenizer, policy, name)
+        spelling = rows_spelling_control_tokens(rows, tokenizer, policy, name)
         total += len(spelling)
         if policy == "drop" and len(spelling) == len(frame):
             raise DataError(
@@ -237,6 +239,7 @@ def trigger_retraining(
     config = plan.pin_named_content(plan.with_overrides(config, seed=seed, new_data=path))
     config = apply_profile(config, machines)
     plan.check_settings(config)
+    plan.check_signatures(config)
     tracker = Tracker(experiment=config.tracking.experiment)
     model_name, alias = config.promote.model_name, config.promote.alias
     champion = tracker.champion(model_name, alias)
@@ -270,6 +273,8 @@ def trigger_retraining(
         reason,
         f"models:/{champion.name}/{champion.version}",
         IngestSettings(new_data=new_data, data=data, retrain=config.retrain, seed=seed),
+        plan.audit_profile(config, machines),
+        plan.reward_audit_settings(config),
         RLSettings(data=data, config=config.rl, lora=lora, seed=seed),
         EvaluationSettings(data=data, config=config.evaluate, seed=seed),
         plan.promotion_settings(config),

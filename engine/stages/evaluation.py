@@ -14,12 +14,12 @@ import pandas as pd
 from engine.config import ContaminationConfig, EvaluateConfig
 from engine.console import Progress, display_path, human_time, points, say, table
 from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
+from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.rows import prompt_text
 from engine.data.sources import evaluation_files
-from engine.data.templates import rows_spelling_control_tokens
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import EngineError, LineageError, StorageError
-from engine.evaluation import lm_eval, summary
+from engine.evaluation import drift, lm_eval, summary
 from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.decode import uses_ranks
 from engine.evaluation.policy_steps import read_overoptimisation, read_policy_steps
@@ -32,12 +32,14 @@ from engine.lineage.page import render_page, write_page
 from engine.promotion.gate import trained_on
 from engine.redaction import redact
 from engine.rewards import scorer_identity
+from engine.stages import reward_audit
 from engine.stages.dataset import SPLITS
 from engine.stages.fetch import START_MODEL, first_model, trained_by
 from engine.stages.settings import EvaluationSettings, RunContext
 from engine.stages.stage import Artifact, host, ray_for, run_folder, shared, show_facts, stage
 from engine.storage.artifacts import Parent, local_path, read_manifest
 from engine.storage.filesystem import home, write_atomically
+from engine.storage.signatures import trusted_keys
 from engine.tracking import Tracker
 from engine.tracking.connection import default_uri
 
@@ -55,6 +57,7 @@ def evaluate(
     dataset: Artifact,
     warm_start: Artifact,
     policy: Artifact,
+    audit: Artifact | None = None,
     parts: Iterable[pd.DataFrame] | None = None,
 ) -> Artifact:
     """Compare the two models by greedy pass@1, pass@k, majority vote, format and length.
@@ -64,12 +67,16 @@ def evaluate(
     same of every evaluation set, by source and level, and what is known from training),
     `report.html`, and with `evaluate.lm_eval.tasks` `lm_eval.json`.
 
-    parts: the tables of `evaluate_part` in order; None: both models are decoded here.
+    audit: of the scorers; the manifest sums it up as `reward_audit`. parts: the tables of
+    `evaluate_part` in order; None: both models are decoded here.
     """
     data, config, seed = settings.data, settings.config, settings.seed
     recorded = comparable_settings(data, config, seed)
     with stage("evaluation", run, recorded, on_ray=uses_ranks(config)) as this:
         folder = this.load_parent("dataset", dataset)
+        if audit is not None:
+            audited = this.load_parent(reward_audit.KIND, audit)
+            this.config["reward_audit"] = reward_audit.audit_record(audited, this.parent("dataset"))
         problems = summary.read_problems(folder)
         # No test prompt may be in a split that a stage trained or chose on.
         check_disjoint({name: pd.read_parquet(folder / f"{name}.parquet") for name in SPLITS})
@@ -93,7 +100,7 @@ def evaluate(
             rows["warm_start"],
             rows["rl"],
             {name: known_from_training(folder, frame) for name, frame in problems.items()},
-            summary.Statistics(config.k, config.confidence, config.bootstrap_samples, seed),
+            summary.Statistics(config.k, config.confidence, seed),
         )
         summary.write_sets(this.folder, sets)
         (this.folder / "comparison.json").write_text(sets[0].comparison.to_json())
@@ -254,6 +261,7 @@ def evaluation_page(
     tables = (pd.read_parquet(evaluation / f"rows_{name}.parquet") for name in MODELS)
     sets = summary.read_sets(evaluation)
     before, after = (summary.rows_of_set(table, summary.TEST) for table in tables)
+    steps, audited = read_policy_steps(policy), reward_audit.audit_folder(parents)
     return render_report(
         sets[0].comparison,
         before,
@@ -266,6 +274,8 @@ def evaluation_page(
         overoptimisation=read_overoptimisation(policy),
         harness=lm_eval.pairs(scores, *MODELS),
         sets=sets,
+        audits={who: a for f in audited.values() for who, a in reward_audit.read_audits(f).items()},
+        drift={} if steps is None else drift.raised(steps.rows),
     )
 
 
@@ -337,6 +347,7 @@ def report(
     folders = {
         "dataset": dataset.local(),
         "sft": warm_start.local(),
+        **reward_audit.audit_folder(read_manifest(evaluation.local()).parents),
         **made_before(trained),
         POLICY: trained,
         "evaluation": evaluation.local(),
@@ -395,6 +406,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
         "digests": {name: manifest.digest for name, manifest in manifests.items()},
         "artifacts": {name: str(folder) for name, folder in folders.items()},
         "promotion": decision,
+        "reward_audit": manifests["evaluation"].config.get("reward_audit", []),
         "mlflow": {
             "tracking_uri": redact(default_uri()),
             "experiment": run.experiment,
@@ -438,6 +450,7 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         f"pass@1 {first}": rate("warm_start"),
         f"pass@1 after {method}": rate("rl"),
         "gain": f"{points(facts['gain'], low, high)} on {facts['problems']} problems",
+        **{f"reward audit ({a['scorer']})": audit_line(a) for a in facts["reward_audit"]},
         "promotion": f"version {decision['model_version']} "
         f"{'promoted' if decision['promoted'] else 'not promoted'} (why: below)",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
@@ -464,6 +477,11 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
     say(f"promotion: {decision['reason']}")  # too long for a table's column
     if max(facts["pass_at_1"].values()) < NEAR_ZERO:
         say(near_zero_advice(facts["start_model"]))
+
+
+def audit_line(audit: Mapping[str, Any]) -> str:
+    """Say how a scorer's audit ended, as an evaluation records it."""
+    return "passed" if audit["passed"] else f"can be fooled: {', '.join(audit['holes'])}"
 
 
 def near_zero_advice(start_model: str | None) -> str:
@@ -517,17 +535,21 @@ def finalize_skipped(run: RunContext, reason: str) -> Path:
     return path
 
 
-def review(artifact: str, against: str, store: str, verify_content: bool) -> Path:
+def review(
+    artifact: str, against: str, store: str, verify_content: bool, require_signatures: bool = False
+) -> Path:
     """Write the page of an artifact's lineage; LineageError, with the page shown, on tampering.
 
     Like `python -m engine.lineage`, but where the artifacts are. `against` (empty: nothing) is
     compared with it, and `store` (empty: the one it lies in) is searched. With `verify_content`,
-    all that it was made from and that came of it is re-hashed.
+    all that it was made from and that came of it is re-hashed. With `require_signatures` each must
+    be signed by one of the keys in `$HYBRIDFLYTE_PUBLIC_KEYS`, too.
     """
+    trusted = trusted_keys() if require_signatures else None
     lineage = lookup.review([*filter(None, [against]), artifact], [store] if store else [])
     starts = lineage.starts
     comparison = compare(lineage.graph, starts[0], starts[-1]) if against else None
-    checked = audit(lineage) if verify_content else None
+    checked = audit(lineage, trusted) if verify_content or require_signatures else None
     page = render_page(lineage, checked, comparison)
     host().show("Lineage", page)
     folder = home() / "reviews"

@@ -37,16 +37,19 @@ from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
 from engine.rewards import require_rewards
+from engine.rewards.reward_function import reward_module
 from engine.stages import profiles, settings
-from engine.stages.profiles import changed
+from engine.stages.profiles import Profile, changed
 from engine.stages.stage import Artifact, execution_tags, host, library_versions, show_run
-from engine.storage import digests
+from engine.storage import digests, signatures
 from engine.storage.digests import PACKAGES, sources_digest
 from engine.storage.filesystem import as_path, is_remote, pin_revision, require_model_name
 from engine.tracking import Tracker
 
 BY_RL = ("rlhf", "agents", "classic_rlhf")  # workflows with a warm start and RL
 BY_PREFERENCES = ("preference", "reward_model", "classic_rlhf", "make_pairs")
+
+MODEL_REWARDS = "engine.rewards.model_based"  # whose rewards load models
 
 C = TypeVar("C", bound=PipelineConfig)
 Scored = TypeVar("Scored", EvaluateConfig, PairsConfig)
@@ -74,6 +77,7 @@ def plan(
             "the workflow agents plays episodes, and rl.rollout.multi_turn.enable is false; set it "
             "with rl.rollout.agent.environment.name, or run workflows/rlhf.py"
         )
+    check_signatures(config)
     by_preferences = workflow in BY_PREFERENCES
     pairs_digest = preferences_digest(config.pairs) if by_preferences else ""
     data_digest = check_names(config)
@@ -90,7 +94,15 @@ def plan(
     run = open_run(config, data_digest, workflow)
     more = "".join(f", {name} {text}" for name, text in facts.items())
     say(f"run {run.run_id}: config {digest(config)[:12]}, data {data_digest[:12]}{more}")
+    if 0 < config.data.test_size < (fewest := config.promote.minimum_problems):
+        say(
+            f"plan: data.test_size={config.data.test_size} is less than promote.minimum_problems="
+            f"{fewest}, so that nothing is promoted by the split test; raise it, or lower the rule"
+        )
     show_run(run, config, data_digest, machines, **facts)
+    if host().dry_run and workflow in BY_RL:
+        for line in profiles.rl_estimate(config, machines):
+            say(line)
     data, seed, skip, start = config.data, config.seed, config.sft.skip, config.model
     dtype = start.dtype if skip else ""  # a warm start resolves it
     weights: dict[str, Any] = {"dtype": dtype, "seed": seed}
@@ -112,6 +124,8 @@ def plan(
         sft=settings.SFTSettings(
             start=start, start_digest=start_digest, config=config.sft, seed=seed
         ),
+        audit_profile=audit_profile(config, machines),
+        reward_audit=reward_audit_settings(config),
         rl=settings.RLSettings(data=data, config=config.rl, lora=lora, **weights),
         pairs=settings.PairsSettings(
             data=data,
@@ -123,7 +137,7 @@ def plan(
         preference=settings.PreferenceSettings(config=config.preference, lora=lora, **on_pairs),
         reward_model=settings.RewardModelSettings(config=config.reward_model, **on_pairs),
         reward_model_gate=settings.RewardModelGateSettings(
-            config=config.promote.reward_model, seed=seed
+            config=config.promote.reward_model, lineage=config.lineage, seed=seed
         ),
         evaluation=settings.EvaluationSettings(data=data, config=config.evaluate, seed=seed),
         promotion=promotion_settings(config),
@@ -132,11 +146,36 @@ def plan(
     )
 
 
+def reward_audit_settings(config: PipelineConfig) -> settings.RewardAuditSettings:
+    """Return the settings of `reward_audit`, with the evaluation's reward where it is another."""
+    rl, evaluate = config.rl, config.evaluate
+    rewards, code = {"evaluation": evaluate.scorer}, {"evaluation": evaluate.named_content}
+    if rl.reward != evaluate.scorer:
+        rewards["rl"], code["rl"] = rl.reward, _code_digest(_reward_names(rl.reward), *rl.plugins)
+    return settings.RewardAuditSettings(
+        rewards=rewards,
+        plugins=tuple(dict.fromkeys((*rl.plugins, *evaluate.plugins))),
+        code=code,
+        required=config.promote.require_reward_audit,
+    )
+
+
+def audit_profile(config: PipelineConfig, machines: Profile) -> Profile:
+    """Return the machines of the stage `reward_audit`: with GPUs where a model scores."""
+    names = {*_reward_names(config.rl.reward), *_reward_names(config.evaluate.scorer)}
+    models = any(reward_module(name) == MODEL_REWARDS for name in names)
+    return machines if models else profiles.LAPTOP
+
+
 def promotion_settings(config: PipelineConfig) -> settings.PromotionSettings:
     """Return the settings of `promote`."""
     evaluate, promote = config.evaluate, config.promote
     return settings.PromotionSettings(
-        data=config.data, evaluate=evaluate, config=promote, seed=config.seed
+        data=config.data,
+        evaluate=evaluate,
+        config=promote,
+        lineage=config.lineage,
+        seed=config.seed,
     )
 
 
@@ -158,6 +197,7 @@ def plan_promotion(
         [a.local() for a in (dataset, policy, evaluation)],
     )
     config = with_overrides(config, seed=seed)
+    check_signatures(config)
     data_digest = check_evidence(*folders)
     promotion = promotion_settings(changed(config, "evaluate", pinned_evaluation(config)))
     evidence = read_manifest(folders[2])
@@ -241,6 +281,19 @@ def checks_key(config: PipelineConfig) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
+def check_signatures(config: PipelineConfig) -> None:
+    """Raise ConfigError where signatures are required, and a run can't make or check them."""
+    if not config.lineage.require_signatures:
+        return
+    trusted, key = signatures.trusted_keys(config.lineage.public_keys), signatures.signing_key()
+    if key is None or signatures.public_key(key) not in trusted:
+        state = "is not set" if key is None else "holds a key that is not among the public keys"
+        raise ConfigError(
+            f"lineage.require_signatures=true, and {signatures.SIGNING_VARIABLE} {state}: the gate "
+            "would refuse what this run makes; set the key, or lineage.require_signatures=false"
+        )
+
+
 def check_names(config: PipelineConfig) -> str:
     """Check that model, reward and data are there, before torch loads; return the data's digest."""
     require_model_name(config.model.path)
@@ -274,7 +327,13 @@ def check_inputs(config: PipelineConfig) -> tuple[str, int]:
 
 
 def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> settings.RunContext:
-    """Start the parent run in MLflow."""
+    """Start the parent run in MLflow; a dry run has none."""
+    tracking = config.tracking
+    if host().dry_run:
+        nothing = {"mlflow_run": "", "mlflow_url": "", "started_at": time.time()}
+        return settings.RunContext(
+            run_id="dry-run", experiment=tracking.experiment, logger=tracking.logger, **nothing
+        )
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     execution = host().execution or run_id
     tracker = Tracker(experiment=config.tracking.experiment)

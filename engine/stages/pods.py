@@ -60,6 +60,7 @@ STAGES: Mapping[str, PodOptions] = {
     "preprocess": replace(_DATA, cached=True),
     "ingest": replace(_DATA, cached=True),
     "fetch": _DATA,  # not cached: an alias may point to another version tomorrow
+    "reward_audit": _COMPUTES,
     "sft": _TRAINS,
     # Its pod is the submitter's, which is small.
     "rl": replace(

@@ -24,7 +24,7 @@ from engine.config import (
     explain,
 )
 from engine.config.base import filled_up
-from engine.console import say
+from engine.console import human_time, say
 from engine.errors import ConfigError
 from engine.storage.filesystem import home
 
@@ -178,11 +178,11 @@ def check_memory(config: PipelineConfig, profile: Profile, *, trains: bool = Tru
 
     A model from scratch, and a profile that names no known kind of GPU, are let through.
     """
-    model, data, path = config.model, config.data, config.model.path
+    path = config.model.path
     if not (profile.accelerator and path):
         return
     from engine.evaluation.decode import check_evaluation_memory
-    from engine.models import resolve_dtype, resolve_lora, text_config
+    from engine.models import text_config
     from engine.trainers import auto_placement
 
     machines, shape = cluster(profile, auto_placement.gpu_kinds(config.rl)), text_config(path)
@@ -190,23 +190,57 @@ def check_memory(config: PipelineConfig, profile: Profile, *, trains: bool = Tru
     if not each:
         return
 
-    def dtype(parallel: ParallelConfig) -> str:
-        compute_dtype = parallel.compute_dtype
-        return resolve_dtype(model.dtype, shape.hidden_size, gpu=True, compute_dtype=compute_dtype)
-
-    prompt = data.max_prompt_length or data.max_response_length
-    limits: dict[str, Any] = {
-        "model_path": path,
-        "lora": resolve_lora(path, model.lora),
-        "max_response_length": data.max_response_length,
-        "max_model_len": prompt + data.max_response_length,
-    }
     sft, rl = config.sft, config.rl
     if trains and not sft.skip:
-        auto_placement.check_sft_memory(sft, machines, dtype=dtype(sft.parallel), **limits)
+        sizes = _sizes(config, sft.parallel, has_gpus=True)
+        auto_placement.check_sft_memory(sft, machines, **sizes)
     if trains:
-        auto_placement.check_rl_memory(rl, machines, dtype=dtype(rl.actor.parallel), **limits)
+        sizes = _sizes(config, rl.actor.parallel, has_gpus=True)
+        auto_placement.check_rl_memory(rl, machines, **sizes)
     check_evaluation_memory(config.evaluate, shape, each, profile.gpus)
+
+
+def _sizes(config: PipelineConfig, parallel: ParallelConfig, *, has_gpus: bool) -> dict[str, Any]:
+    """Return what `auto_placement` prices a stage by, beside its settings."""
+    from engine.models import resolve_dtype, resolve_lora, text_config
+
+    model, data = config.model, config.data
+    width, compute_dtype = text_config(model.path).hidden_size, parallel.compute_dtype
+    prompt = data.max_prompt_length or data.max_response_length
+    return {
+        "model_path": model.path,
+        "lora": resolve_lora(model.path, model.lora),
+        "max_response_length": data.max_response_length,
+        "max_model_len": prompt + data.max_response_length,
+        "dtype": resolve_dtype(model.dtype, width, gpu=has_gpus, compute_dtype=compute_dtype),
+    }
+
+
+def rl_estimate(config: PipelineConfig, profile: Profile) -> Iterator[str]:
+    """Yield lines about the memory, time and cost of RL on these machines."""
+    from engine.parallel.layout import Layout
+    from engine.trainers import auto_placement
+
+    rl, steps, price = config.rl, config.rl.trainer.total_training_steps, config.tracking
+    if not config.model.path:
+        yield "estimate  none: the model is made from scratch, and its vocabulary of the data"
+        return
+    ranks = Layout.of(rl.actor.parallel).world_size
+    machines = ranks, min(ranks, profile.gpus or ranks), profile.accelerator
+    try:
+        work = auto_placement.workload(
+            rl, **_sizes(config, rl.actor.parallel, has_gpus=profile.gpus > 0)
+        )
+    except ConfigError as error:
+        yield f"estimate  none: {error}"
+        return
+    estimate = auto_placement.step_estimate(work, auto_placement.rl_candidate(rl), *machines)
+    hours = steps * estimate.seconds / 3600
+    yield f"estimate  of RL on {ranks} × {profile.accelerator or 'CPU'}, every row at its longest"
+    yield from estimate.lines
+    yield f"total     {human_time(hours * 3600)} for {steps} steps, roughly"
+    cost = f"{hours * price.price_per_hour:.2f}, at {price.price_per_hour:g} an hour"
+    yield f"cost      {cost if price.price_per_hour else 'not known; set tracking.price_per_hour'}"
 
 
 def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Cluster:

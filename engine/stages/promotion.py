@@ -6,7 +6,7 @@ import json
 import math
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,18 +14,28 @@ from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 
-from engine.config import PromoteConfig
+from engine.config import LineageConfig, PromoteConfig, RecheckConfig
 from engine.config.pipeline import RewardModelGateConfig
 from engine.console import display_path, say
 from engine.errors import LineageError, TrackingError
 from engine.evaluation.comparability import require_same_settings
+from engine.evaluation.results import require_problems
+from engine.evaluation.summary import read_problems
 from engine.preferences import ranked_right
 from engine.promotion import champions, gate
 from engine.promotion.champions import Champions
-from engine.promotion.rules import Decision, decide_on_sets
+from engine.promotion.recheck import Recorded, baseline_model, recheck
+from engine.promotion.rules import (
+    Decision,
+    RuleOutcome,
+    decide_on_sets,
+    decision_of,
+    with_reward_audit,
+)
 from engine.stages.fetch import first_model
 from engine.stages.settings import PromotionSettings, RewardModelGateSettings, RunContext
 from engine.stages.stage import Artifact, Stage, host, shared, show_facts, stage
+from engine.storage import signatures
 from engine.storage.artifacts import Draft, Parent, publish, read_manifest, staging
 from engine.tracking import Tracker
 from engine.tracking.model_versions import ModelVersion, intact_copy, version_parent
@@ -62,12 +72,17 @@ def promote(
         manifest = read_manifest(evidence)
         require_same_settings(manifest, settings.data, settings.evaluate, settings.seed)
         source, judged_by = this.parent("policy"), this.parent("evaluation")
-        datasets = champions.require_unmodified([source.uri, judged_by.uri])
+        trusted = trusted_keys(settings.lineage)
+        datasets = champions.require_unmodified([source.uri, judged_by.uri], trusted)
         tags = {"evaluation_uri": judged_by.uri, "evaluation_manifest": judged_by.manifest}
         comparisons: list[Comparison] = []
 
         def judge(tracker: Tracker, former: ModelVersion | None) -> Decision:
-            comparison = compare_and_decide(this, settings, datasets, tracker, former, approved_by)
+            comparison = compare_and_decide(
+                this, settings, datasets, trusted, tracker, former, approved_by
+            )
+            decision = with_reward_audit(comparison.decision, manifest.config, config)
+            comparison = comparison._replace(decision=decision)
             comparisons.append(comparison)
             return comparison.decision
 
@@ -82,6 +97,11 @@ def promote(
         return decide(this, run, source, config, tags, judge, facts, approved_by)
 
 
+def trusted_keys(config: LineageConfig) -> frozenset[str] | None:
+    """Return the public keys by one of which all must be signed; None where it need not be."""
+    return signatures.trusted_keys(config.public_keys) if config.require_signatures else None
+
+
 class Comparison(NamedTuple):
     """A decision, and what it was made on."""
 
@@ -94,13 +114,19 @@ def compare_and_decide(
     this: Stage,
     settings: PromotionSettings,
     datasets: list[Path],
+    trusted: Collection[str] | None,
     tracker: Tracker,
     champion: ModelVersion | None,
     approved_by: str,
 ) -> Comparison:
     """Compare with the champion, or the warm start; `datasets` are all of its lineage."""
-    folder, evaluate = this.inputs["evaluation"], settings.evaluate
+    folder, evaluate, rules = this.inputs["evaluation"], settings.evaluate, settings.config
     manifest, after = read_manifest(folder), pd.read_parquet(folder / "rows_rl.parquet")
+    problems = read_problems(this.inputs["dataset"])
+    require_problems(after, problems, f"rows_rl.parquet of the evaluation {manifest.digest[:12]}")
+    new = gate.Evaluated(
+        this.inputs["dataset"], after, manifest, settings.data, evaluate, settings.seed
+    )
     champion_rows = this.folder / CHAMPION_ROWS
     champion_rows.unlink(missing_ok=True)  # of a decision that is made again
     recorded: Parent | None = None
@@ -113,10 +139,9 @@ def compare_and_decide(
             tracker,
             champion,
             settings.config.alias,
-            gate.Evaluated(
-                this.inputs["dataset"], after, manifest, settings.data, evaluate, settings.seed
-            ),
+            new,
             scratch=this.folder.parent,
+            trusted=trusted,
             notify=lambda text: say(f"promotion: {text}"),
         )
         if recorded is None:
@@ -131,8 +156,7 @@ def compare_and_decide(
             policy=this.inputs["policy"],
             datasets=datasets,
             rules=settings.config,
-            evaluate=evaluate,
-            seed=settings.seed,
+            confidence=evaluate.confidence,
             approved_by=approved_by,
         )
         for name in gate.judged_sets(after, settings.config.dataset, names)
@@ -142,10 +166,42 @@ def compare_and_decide(
     written = asdict(sets[name]) | {"dataset": name}
     if len(sets) > 1:
         written["sets"] = {name: asdict(measured) for name, measured in sets.items()}
+    decision = decide_on_sets(sets, rules)
+    if decision.promote and rules.recheck.problems:
+        judged = set(sets).union(*([g.dataset] if g.dataset else problems for g in rules.guards))
+        outcome, written["recheck"] = answered_again(
+            this,
+            new,
+            # A champion that was evaluated just now has answered already.
+            before if champion is None or recorded is not None else None,
+            {name: rows for name, rows in problems.items() if name in judged},
+            rules.recheck,
+            tracker,
+            champion,
+        )
+        decision = decision_of([*decision.outcomes, outcome])
     (this.folder / "evidence.json").write_text(json.dumps(written, indent=2, sort_keys=True))
     gain = sets[name].gain
     interval = [gain.mean, gain.low, gain.high] if gain is not None else None
-    return Comparison(decide_on_sets(sets, settings.config), interval, recorded)
+    return Comparison(decision, interval, recorded)
+
+
+def answered_again(
+    this: Stage,
+    new: gate.Evaluated,
+    before: pd.DataFrame | None,
+    problems: Mapping[str, pd.DataFrame],
+    rules: RecheckConfig,
+    tracker: Tracker,
+    champion: ModelVersion | None,
+) -> tuple[RuleOutcome, dict[str, object]]:
+    """Let the new model, and that of the rows `before`, answer some of the problems again."""
+    models = [Recorded(this.inputs["policy"], new.rows, flattering=True)]
+    with tempfile.TemporaryDirectory(dir=this.folder.parent) as scratch:
+        if before is not None:
+            baseline = baseline_model(new, tracker, champion, Path(scratch))
+            models.append(Recorded(baseline, before, flattering=False))
+        return recheck(models, problems, rules, new)
 
 
 def reward_model_promotion(
@@ -169,18 +225,20 @@ def reward_model_promotion(
                 f"{str(trained_on)[:12]}, and pairs={pairs_parent.digest[:12]} were given; give "
                 "the artifacts of one run"
             )
-        champions.require_unmodified([source.uri])
+        trusted = trusted_keys(settings.lineage)
+        champions.require_unmodified([source.uri], trusted)
         right = ranked_right(model, held_out)
 
         def judge(tracker: Tracker, former: ModelVersion | None) -> Decision:
             """Write who ranked which held-out pair right, and decide."""
             table, before = held_out[["chosen", "rejected"]].assign(right=right), None
             if former is not None:
+                gate.require_intact_champion(tracker, former, config.alias, trusted)
                 with tempfile.TemporaryDirectory(dir=this.folder.parent) as scratch:
                     before = ranked_right(intact_copy(tracker, former, Path(scratch)), held_out)
                 table = table.assign(champion_right=before)
             table.to_parquet(this.folder / "rows.parquet", index=False)
-            return gate.decide_reward_model(right, before, config, settings.seed)
+            return gate.decide_reward_model(right, before, config)
 
         def facts(decision: Decision) -> dict[str, object]:
             measured = {outcome.rule: outcome.value for outcome in decision.outcomes}

@@ -13,12 +13,14 @@ from pydantic import BaseModel, ConfigDict
 from engine.config import (
     DataConfig,
     EvaluateConfig,
+    LineageConfig,
     LoRAConfig,
     ModelConfig,
     PairsConfig,
     PreferenceTrainingConfig,
     PromoteConfig,
     RetrainConfig,
+    RewardConfig,
     RewardModelTrainingConfig,
     RLConfig,
     SFTConfig,
@@ -75,6 +77,13 @@ class SFTSettings(_Values):
     seed: int
 
 
+class RewardAuditSettings(_Values):
+    rewards: dict[str, RewardConfig]  # by who scores by it: rl, and evaluation where it has another
+    plugins: tuple[str, ...]
+    code: dict[str, str]  # digests of the modules that they are in
+    required: bool  # `promote.require_reward_audit`
+
+
 class RLSettings(_Values):
     data: DataConfig
     config: RLConfig
@@ -108,6 +117,7 @@ class RewardModelSettings(_Values):
 
 class RewardModelGateSettings(_Values):
     config: RewardModelGateConfig
+    lineage: LineageConfig = LineageConfig()
     seed: int
 
 
@@ -121,6 +131,7 @@ class PromotionSettings(_Values):
     data: DataConfig
     evaluate: EvaluateConfig
     config: PromoteConfig
+    lineage: LineageConfig = LineageConfig()
     seed: int
 
 
@@ -131,7 +142,9 @@ class Plan(NamedTuple):
     profile: Profile
     sft_profile: Profile  # without a warm start one without GPUs: the stage copies files
     dataset: DatasetSettings
+    audit_profile: Profile  # one without GPUs, unless a model scores
     sft: SFTSettings
+    reward_audit: RewardAuditSettings
     rl: RLSettings
     pairs: PairsSettings
     preference: PreferenceSettings
@@ -161,6 +174,8 @@ class RetrainingPlan(NamedTuple):
     skip_reason: str  # empty when `proceed`
     champion: str  # e.g. "models:/hybridflyte-policy/7"
     ingest: IngestSettings
+    audit_profile: Profile
+    reward_audit: RewardAuditSettings
     rl: RLSettings
     evaluation: EvaluationSettings
     promotion: PromotionSettings

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import html
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,10 +65,19 @@ class CheckpointPaths:
     previous: str | None = None
 
 
+DRY_RUN = "HYBRIDFLYTE_DRY_RUN"
+
+
+def is_dry_run() -> bool:
+    """Tell whether workflows are planned alone, by the variable HYBRIDFLYTE_DRY_RUN."""
+    return os.environ.get(DRY_RUN, "") not in ("", "0")
+
+
 class Host:
     """Where stages run: by default a machine without a workflow engine and its console."""
 
     execution = ""  # name of the execution on a cluster; empty: a person runs the stage
+    dry_run = False  # plan alone, and record nothing
 
     def execution_link(self) -> str:
         """Return the address of the execution's page; empty where none is known."""

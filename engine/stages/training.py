@@ -22,8 +22,9 @@ from engine.cli import rl_run
 from engine.config import ModelConfig, OfflineConfig, SamplingConfig, SFTConfig
 from engine.console import Progress, say
 from engine.controller.launch import require_shared
+from engine.data.chat_template import refusals
 from engine.data.loader import PromptLoader
-from engine.data.templates import encode_prompts, encode_response
+from engine.data.templates import encode_turn
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import StorageError
 from engine.evaluation.policy_steps import FILE, MODEL, read_overoptimisation
@@ -255,11 +256,12 @@ def start_model(
 def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) -> list[SFTExample]:
     """Encode the pairs of a split of the dataset."""
     frame = pd.read_parquet(data / f"sft_{split}.parquet")
-    prompts = encode_prompts(tokenizer, frame["prompt"], f"sft_{split}")
-    return [
-        SFTExample(prompt_ids, encode_response(tokenizer, response))
-        for prompt_ids, response in zip(prompts, frame["response"], strict=True)
-    ]
+    examples = []
+    for row, (prompt, response) in enumerate(zip(frame["prompt"], frame["response"], strict=True)):
+        with refusals(tokenizer, f"sft_{split}, row {row}"):
+            answer = {"role": "assistant", "content": response}
+            examples.append(SFTExample(*encode_turn(tokenizer, prompt, answer)))
+    return examples
 
 
 def rl(

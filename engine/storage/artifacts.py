@@ -19,7 +19,7 @@ import os
 import shutil
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
@@ -28,12 +28,13 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from engine.errors import LineageError, StorageError
 from engine.redaction import redact, redact_values
-from engine.storage import digests, filesystem
+from engine.storage import digests, filesystem, signatures
 from engine.storage.digests import MANIFEST, FileEntry
 from engine.storage.s3 import Objects, download, upload
+from engine.storage.signatures import Signature
 
-SCHEMA_VERSION = 2
-READABLE = (1, 2)  # 1 has no digests of the parents' manifests
+SCHEMA_VERSION = 3
+READABLE = (1, 2, 3)  # 1 has no digests of the parents' manifests, 2 no signature
 NAME = r"^[a-z][a-z0-9_]*$"  # of a kind
 SOURCE = "source"  # kind of data that was made elsewhere and has no manifest
 
@@ -86,12 +87,36 @@ class Manifest(Draft):
     sources_digest: str
     config_digest: str
     created_at: datetime
+    signed: Signature | None = Field(None, description="Of all else, by who published it")
     _own_digest: str = PrivateAttr("")
 
     @property
     def own_digest(self) -> str:
         """SHA-256 (hex) of the bytes of manifest.json that it was read from or written to."""
         return self._own_digest
+
+    @property
+    def signed_content(self) -> bytes:
+        """The bytes that its signature is of: its other fields, as JSON with sorted keys."""
+        values = self.model_dump(mode="json", exclude={"signed"})
+        return json.dumps(values, sort_keys=True).encode()
+
+    def signature_fault(self, trusted: Collection[str] | None) -> str:
+        """Say what is wrong with its signature; empty where nothing is.
+
+        trusted: the public keys (hex) that count; None: it need not be signed.
+        """
+        name = f"{self.kind} {self.digest[:12]}"
+        if self.signed is None:
+            if trusted is None:
+                return ""
+            return f"{name} is not signed; make it again with a key ({signatures.SIGNING_VARIABLE})"
+        key = self.signed.key[:12]
+        if not self.signed.holds(self.signed_content):
+            return f"{name} is not as the key {key} signed it; the manifest was edited"
+        if trusted is not None and self.signed.key not in trusted:
+            return f"{name} is signed by the key {key}, which does not count here"
+        return ""
 
     def as_parent(self, name: str, uri: str | Path = "") -> Parent:
         """Return the reference that a child of this artifact writes into its own manifest."""
@@ -122,6 +147,8 @@ def write_manifest(folder: str | Path, draft: Draft) -> Manifest:
         config_digest=config_digest,
         created_at=datetime.now(UTC).replace(microsecond=0),
     )
+    signature = signatures.sign(manifest.signed_content)
+    manifest = manifest.model_copy(update={"signed": signature})
     data = (manifest.model_dump_json(indent=2) + "\n").encode()
     filesystem.write_atomically(folder / MANIFEST, [data])
     manifest._own_digest = hashlib.sha256(data).hexdigest()
@@ -364,7 +391,10 @@ def _is_copy(target: Path, manifest: bytes) -> bool:
 
 
 def _target_of(manifest: Manifest) -> Path:
-    """Return where an artifact goes: named by content, and by its making where two have that."""
+    """Return where an artifact goes: named by content, and by its making where two have that.
+
+    A signed one does not give way to one that its key did not sign.
+    """
     target = filesystem.artifact_path(manifest.kind, manifest.digest)
     for where in dict.fromkeys((str(target), filesystem.shared_address(target))):
         try:
@@ -373,8 +403,14 @@ def _target_of(manifest: Manifest) -> Path:
             # Nothing there, or nothing whole, which is replaced; or the store is away, which
             # `share` says once the artifact is safe on the disk.
             continue
-        if existing.digest == manifest.digest and existing.inputs_digest != manifest.inputs_digest:
-            return target.with_name(f"{target.name}-{manifest.inputs_digest[:8]}")
+        if existing.digest != manifest.digest:
+            continue
+        made_by = manifest.inputs_digest
+        if manifest.signed and existing.signature_fault({manifest.signed.key}):
+            made_by = json_digest({"inputs": made_by, "key": manifest.signed.key})
+        elif existing.inputs_digest == made_by:
+            continue
+        return target.with_name(f"{target.name}-{made_by[:8]}")
     return target
 
 

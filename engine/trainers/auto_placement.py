@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from transformers import PretrainedConfig
 from engine import planner
 from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig, SFTConfig
 from engine.config.data import AdapterConfig
+from engine.config.training import OfflineConfig
 from engine.console import say
 from engine.controller.placement import Pool, require_capacity
 from engine.dataflows import choose_dataflow
@@ -255,7 +256,7 @@ def apply_candidate(
 
 def fixed_settings(config: RLConfig) -> planner.FixedSettings:
     """The settings that the user has changed from their defaults, which the planner keeps."""
-    candidate, parallel = _candidate(config), config.actor.parallel
+    candidate, parallel = rl_candidate(config), config.actor.parallel
     axes = {axis: getattr(parallel, axis) for axis in AXES}
     tokens_are_default = _if_default(config.actor, {"max_tokens_per_micro_batch": 0})
     options = {name: getattr(candidate, name) for name in (*_MEMORY_OPTIONS, "sequence_parallel")}
@@ -312,7 +313,8 @@ def _check_rows(config: RLConfig, candidate: planner.Candidate) -> None:
             )
 
 
-def _candidate(config: RLConfig) -> planner.Candidate:
+def rl_candidate(config: RLConfig) -> planner.Candidate:
+    """The layout that the settings say."""
     parallel, tp = config.actor.parallel, config.rollout.tensor_parallel_size
     options = {name: getattr(parallel, name) for name in (*_MEMORY_OPTIONS, "sequence_parallel")}
     tokens = config.actor.max_tokens_per_micro_batch
@@ -334,7 +336,7 @@ def check_rl_memory(
     if config.trainer.placement == "auto":
         plan_for(config, work, cluster, lora)
         return
-    candidate = _candidate(config)
+    candidate = rl_candidate(config)
     memory, available = estimate(work, candidate, gpu=True), _gpu_memory(cluster)
     need = _trained(memory) + memory.rollout
     if need <= available:
@@ -381,19 +383,24 @@ def check_sft_memory(config: SFTConfig, cluster: planner.Cluster, **model: Any) 
     )
 
 
-def sft_workload(config: SFTConfig, **model: Any) -> planner.Workload:
-    """One step of the warm start as sizes; raises ConfigError as `workload` does."""
+def sft_workload(config: OfflineConfig, **model: Any) -> planner.Workload:
+    """One step of training on rows as sizes; raises ConfigError as `workload` does."""
     rl = RLConfig.model_validate({"actor": {"parallel": config.parallel}})
     work = workload(rl, **model)
     rows = config.train_batch_size
-    return replace(work, prompts=rows, completions=1, decodes=False, reference=False)
+    return replace(work, prompts=rows, completions=1, passes=0, decodes=False, reference=False)
+
+
+def sft_candidate(parallel: ParallelConfig, tokens: int = 1) -> planner.Candidate:
+    """The layout of training on rows, in micro-batches of so many tokens."""
+    options = {name: getattr(parallel, name) for name in _MEMORY_OPTIONS}
+    return planner.Candidate(Layout.of(parallel), tokens=tokens, **options)
 
 
 def sft_memory(work: planner.Workload, parallel: ParallelConfig, tokens: int = 1) -> Memory:
     """What a rank needs for micro-batches of so many tokens; nothing is kept for rollout."""
-    options = {name: getattr(parallel, name) for name in _MEMORY_OPTIONS}
-    candidate = planner.Candidate(Layout.of(parallel), tokens=tokens, **options)
-    return replace(estimate(work, candidate, gpu=True), rollout=0.0)
+    needed = estimate(work, sft_candidate(parallel, tokens), gpu=True)
+    return replace(needed, rollout=0.0)
 
 
 def _sharded(parallel: ParallelConfig, gpus: int) -> Iterator[ParallelConfig]:
@@ -413,10 +420,22 @@ def _gpu_memory(cluster: planner.Cluster) -> int:
     return min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
 
 
+@dataclass(frozen=True, slots=True)
+class StepEstimate:
+    """What a step takes, roughly."""
+
+    seconds: float
+    lines: list[str]  # about memory and time
+
+
 def step_estimate(
-    config: RLConfig, work: planner.Workload, ranks: int, per_machine: int, accelerator: str
-) -> list[str]:
-    """Lines about memory and seconds of a step on GPUs (`accelerator`), else on this CPU."""
+    work: planner.Workload,
+    candidate: planner.Candidate,
+    ranks: int,
+    per_machine: int,
+    accelerator: str,
+) -> StepEstimate:
+    """Price a step of `work` on GPUs (`accelerator`), else on this CPU."""
     if accelerator:
         kind = gpu(accelerator)
         memory, host = int((kind.memory_gib or 80) * GIB), int(128 * GIB)  # host: not known
@@ -425,20 +444,23 @@ def step_estimate(
         cores = max(1.0, (os.cpu_count() or 1) / per_machine)
         memory = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_machine)
         allocation = Allocation(ranks, per_machine, cores, memory, memory, cpu(cores))
-    priced = PricedCandidate(work, _candidate(config), allocation)
+    priced = PricedCandidate(work, candidate, allocation)
     needed, price = priced.memory, priced.price
     names = ("weights", "gradients", "moments", "activations", "rollout", "cache")
     sizes = {name.replace("rollout", "rollout copy"): getattr(needed, name) for name in names}
     large = {name: size / GIB for name, size in sizes.items() if size >= GIB / 100}
     shown = ", ".join(f"{name} {size:.2f}" for name, size in large.items())
     verdict = "fits" if priced.fits else f"does not fit: {priced.lacks} needs more"
-    return [
+    decoding = price.rollout + price.ahead
+    lines = [
         f"memory    {needed.peak / GIB:.2f} of {memory / GIB:.1f} GiB a rank at most, in "
         f"{needed.when}; {verdict}",
         f"          {shown or 'next to nothing'}",
         f"time      {price.total:.3g} s a step, roughly: training {price.compute:.3g}, between "
-        f"ranks {price.traffic + price.switch:.3g}, rollout {price.rollout + price.ahead:.3g}",
+        f"ranks {price.traffic + price.switch:.3g}"
+        + (f", rollout {decoding:.3g}" if work.decodes else ""),
     ]
+    return StepEstimate(price.total, lines)
 
 
 def local_gpu() -> str:

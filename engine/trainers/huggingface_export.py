@@ -17,9 +17,9 @@ from engine.checkpoint import find_latest
 from engine.checkpoint.format import MARKER, read_controller_state, read_role_states
 from engine.checkpoint.store import EXPORTS, CheckpointStore, draft_name
 from engine.config import LoRAConfig
-from engine.data.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, DamagedCheckpointError
 from engine.models import has_adapters, load_policy_model, require_model_folder, save_model
+from engine.runtime.policy_runtime import saved_tokenizer
 from engine.runtime.train_state import load_weights, weights_fingerprint
 from engine.storage.folder import Folder
 from engine.storage.s3 import upload
@@ -49,9 +49,7 @@ def export_policy(
     complete or, in an object store, with its config.json last. Returns the checkpoint's address.
     Raises CheckpointError, ModelError for a start model that isn't there, and StorageError.
     """
-    source, folder = resolve_checkpoint(checkpoint), Folder(target)
-    if is_exported(folder) or (folder.is_local and (folder.sizes() or folder.folders())):
-        raise _target_exists(folder)
+    source, folder = check_export(checkpoint, target), Folder(target)
     policy, path, step = _load_policy(source, model)
     if folder.is_local:
         _write_local(policy, path, folder, step)
@@ -60,10 +58,20 @@ def export_policy(
     return source
 
 
+def check_export(
+    checkpoint: str | Path, target: str | Path, model: str | Path | None = None
+) -> str:
+    """Do what `export_policy` does before it loads the policy; return the checkpoint's address."""
+    source, folder = resolve_checkpoint(checkpoint), Folder(target)
+    if is_exported(folder) or (folder.is_local and (folder.sizes() or folder.folders())):
+        raise _target_exists(folder)
+    return source
+
+
 def write_policy(checkpoint: str | Path, folder: str | Path, model: str | Path) -> None:
     """Write the policy in one checkpoint among the files of a local folder; as `export_policy`."""
     policy, path, _ = _load_policy(str(checkpoint), model)
-    save_model(policy, load_tokenizer(path), Path(folder))
+    save_model(policy, saved_tokenizer(path, policy), Path(folder))
 
 
 def is_exported(folder: Folder) -> bool:
@@ -116,7 +124,7 @@ def _write_local(policy: PreTrainedModel, path: str, folder: Folder, step: int) 
     parent.create()
     draft = parent / draft_name(step)
     try:
-        save_model(policy, load_tokenizer(path), draft.path)
+        save_model(policy, saved_tokenizer(path, policy), draft.path)
         draft.fsync()
         if not draft.move(folder):
             raise _target_exists(folder)
@@ -127,7 +135,7 @@ def _write_local(policy: PreTrainedModel, path: str, folder: Folder, step: int) 
 def _upload(policy: PreTrainedModel, path: str, folder: Folder) -> None:
     """To an object store, which can't rename: config.json, which marks it complete, is last."""
     with tempfile.TemporaryDirectory(prefix="export-") as near:
-        save_model(policy, load_tokenizer(path), near)
+        save_model(policy, saved_tokenizer(path, policy), near)
         names = [str(file.relative_to(near)) for file in Path(near).rglob("*") if file.is_file()]
         files = {name: Folder(near).digest(name) for name in names if name != CONFIG}
         upload(Path(near), folder.uri, files, f"upload {Path(folder.path).name}")

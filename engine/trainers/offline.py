@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -27,7 +27,7 @@ from engine.controller.groups import Roles
 from engine.controller.launch import launch
 from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
-from engine.data.collate import collate_completions
+from engine.data.collate import SFTExample, collate_completions, pad
 from engine.errors import CheckpointError, ConfigError, DataError
 from engine.models import resolve_dtype, text_config
 from engine.parallel.layout import Layout
@@ -382,12 +382,6 @@ def total_steps(config: OfflineConfig, rows: int) -> int:
     return config.max_steps or math.ceil(config.epochs * math.ceil(rows / size))
 
 
-@dataclass(frozen=True, slots=True)
-class SFTExample:
-    prompt_ids: list[int]  # e.g. [2, 17, 9, 3]
-    response_ids: list[int]  # ends with the end token, e.g. [21, 30, 1]
-
-
 class SFTTrainer(OfflineTrainer[SFTExample, SFTWorker]):
     """Fine-tunes a model on pairs; see `OfflineTrainer`. Its configuration is an `SFTConfig`.
 
@@ -415,10 +409,15 @@ def collate_examples(examples: Sequence[SFTExample], pad_token_id: int) -> Batch
     prompts = Batch(
         {"group_ids": torch.arange(len(examples))}, {"prompt_ids": [e.prompt_ids for e in examples]}
     )
-    return collate_completions(
+    batch = collate_completions(
         prompts,
         range(len(examples)),
         [e.response_ids for e in examples],
         [[0.0] * len(e.response_ids) for e in examples],
         pad_token_id=pad_token_id,
     ).select(["input_ids", "attention_mask", "responses", "response_mask"])
+    learned = [
+        [1.0] * len(e.response_ids) if e.learned is None else list(map(float, e.learned))
+        for e in examples
+    ]
+    return batch | {"response_mask": pad(learned, 0.0, side="right")}

@@ -33,7 +33,7 @@ from engine.data.training_examples import (
     with_others,
 )
 from engine.errors import ConfigError, DataError, StorageError
-from engine.evaluation.metrics import wilson_interval
+from engine.evaluation.metrics import mean_interval
 from engine.storage.filesystem import Files
 from engine.trainers.offline import OfflineTrainer, done
 from engine.workers.actor import as_pairs
@@ -264,7 +264,7 @@ def ranking(scores: Tensor, margins: Tensor, center: float) -> dict[str, float]:
 
 
 def _accuracy(right: Tensor) -> dict[str, float]:
-    interval = wilson_interval(right.double().numpy(), 0.95)
+    interval = mean_interval(right.double().numpy(), 0.95)
     low, high = interval.low, interval.high
     return {"accuracy": float(right.double().mean()), "accuracy_low": low, "accuracy_high": high}
 

@@ -15,10 +15,11 @@ from engine.agents.episode import PartialEpisodes
 from engine.batch import Batch
 from engine.checkpoint.state_dict import StateDict
 from engine.controller.timeline import span
+from engine.data.chat_template import with_template_variables
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
 from engine.data.order import observed_rates
-from engine.data.templates import encode_prompts, with_template_variables
+from engine.data.templates import encode_prompts
 from engine.rollout.stream import PartialGroup, take_partial_groups, with_partial_groups
 
 

@@ -23,6 +23,7 @@ from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
 from engine.dataflows.algo import Algo
 from engine.errors import CheckpointError
+from engine.evaluation import drift
 from engine.storage.json_rows import Row
 from engine.trainers import resume, run_spec, step_metrics
 from engine.trainers.huggingface_export import resolve_checkpoint, start_model_info
@@ -154,6 +155,7 @@ class RLTrainer:
                 metrics = metrics | saver.take_metrics()
             if self.validation and _is_due(self.step, stop, settings.test_freq):
                 metrics = metrics | self.validate(self.validation)
+            metrics = metrics | drift.metrics([*self.history, metrics])
             self.on_step(self.step, stop, metrics)
             self.history.append({"step": float(self.step)} | metrics)
 

@@ -299,6 +299,8 @@ def _unread_settings(
     yield correction.rollout_is is None, "without rollout_is", weights
     why = f"with dataflow {name}, which has no advantages"
     yield not dataflow.uses_advantages, why, _ADVANTAGES
+    masks = dataflow.uses_advantages or dataflow.pairs
+    yield not masks, why, ["algorithm.mask_truncated"]
     why = f"with dataflow {name}, whose loss is one of pairs"
     yield dataflow.pairs, why, [*_LOSS_OF_ADVANTAGES, *_AGGREGATION, *kl_loss]
 

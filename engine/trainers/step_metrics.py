@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from engine.algorithms.masked import Groups
@@ -26,12 +28,46 @@ def step_metrics(batch: Batch, seconds: float) -> dict[str, float]:
         "response/length_mean": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(batch["truncated"].float().mean()),
+        "response/repeated_ngrams": _repeated_ngrams(batch["responses"], lengths.long()),
         "perf/step_s": seconds,
         "perf/tokens_per_s": float(batch["attention_mask"].sum()) / seconds,
     }
     if "has_format" in batch:
         metrics["reward/format_rate"] = float(batch.columns["has_format"].astype(float).mean())
-    return metrics | _reward_metrics(batch, "reward") | _episode_metrics(batch, "episode")
+    metrics |= _reward_metrics(batch, "reward") | _second_grader(batch, lengths)
+    return metrics | _episode_metrics(batch, "episode")
+
+
+def _repeated_ngrams(tokens: torch.Tensor, lengths: torch.Tensor, size: int = 4) -> float:
+    """The mean share of runs of `size` tokens that their row `[R]` has had before."""
+    count = tokens.shape[1] - size + 1
+    if count < 2:
+        return 0.0
+    keys = torch.zeros(len(tokens), count, dtype=torch.long)
+    for offset in range(size):  # a hash that wraps around
+        keys = keys * 6364136223846793005 + tokens[:, offset : offset + count] + 1
+    runs = (lengths - size + 1).clamp(min=0)
+    unused = torch.arange(count) >= runs[:, None]
+    keys = torch.where(unused, torch.arange(count) - 2**62, keys).sort(1).values
+    repeated = (keys[:, 1:] == keys[:, :-1]).sum(1)
+    return float((repeated / runs.clamp(min=1)).mean())
+
+
+def _second_grader(batch: Batch, lengths: torch.Tensor) -> dict[str, float]:
+    """What a lenient reader calls right, it alone, and how accuracy changes with a token more."""
+    rows = _last_rows(batch)
+    right = torch.tensor(batch.columns["reward_correct"].astype(float))[rows]
+    spread = lengths[rows].double() - lengths[rows].double().mean()
+    variance = float((spread**2).sum())
+    metrics = {"reward/length_slope": float((spread * right).sum()) / variance if variance else 0.0}
+    verdicts = [v for v, row in zip(batch.columns["lenient_correct"], rows, strict=True) if row]
+    pairs = [
+        (bool(v), r > 0) for v, r in zip(verdicts, right.tolist(), strict=True) if v is not None
+    ]
+    if pairs:
+        metrics["reward/second_grader"] = sum(v for v, _ in pairs) / len(pairs)
+        metrics["reward/only_lenient"] = sum(v and not r for v, r in pairs) / len(pairs)
+    return metrics
 
 
 def validation_metrics(batch: Batch) -> dict[str, float]:
@@ -107,14 +143,24 @@ def _reward_metrics(batch: Batch, prefix: str) -> dict[str, float]:
         names = batch.columns["reward_component_names"][0]
         means = dict(zip(names, batch["reward_components"].unbind(1), strict=True))
     metrics = {f"{prefix}/correct": float(right[last_rows].mean())}
-    metrics |= {f"{prefix}/{name}": float(column[scored].mean()) for name, column in means.items()}
+    metrics |= _means(means, scored, prefix)
     means = {"mean": _completion_scores(batch)} | means
     sources = [str(source) for source in batch.columns.get("data_source", ())]
     names = sorted(set(sources))
     for source in names if len(names) > 1 else ():
         rows = last_rows & torch.tensor([other == source for other in sources])
         metrics[f"{prefix}/{source}/correct"] = float(right[rows].mean())
-        if (rows & scored).any():
-            for name, column in means.items():
-                metrics[f"{prefix}/{source}/{name}"] = float(column[rows & scored].mean())
+        metrics |= _means(means, rows & scored, f"{prefix}/{source}")
     return metrics
+
+
+def _means(
+    columns: Mapping[str, torch.Tensor], rows: torch.Tensor, prefix: str
+) -> dict[str, float]:
+    """The mean of each column over the rows to which it applies; nothing where there are none."""
+    used = {name: rows & ~column.isnan() for name, column in columns.items()}
+    return {
+        f"{prefix}/{name}": float(column[used[name]].mean())
+        for name, column in columns.items()
+        if used[name].any()
+    }

@@ -25,6 +25,7 @@ from engine.agents.episode import (
     EpisodeTokenizer,
     EpisodeTree,
     PartialEpisodes,
+    ReadAction,
     collate_episodes,
     plain_action,
     save_episode,
@@ -32,7 +33,8 @@ from engine.agents.episode import (
 from engine.batch import Batch
 from engine.checkpoint.state_dict import extract_tensors, insert_tensors, safetensors_bytes
 from engine.config import AgentConfig, RolloutConfig
-from engine.data.templates import tool_tokens, with_template_variables
+from engine.data.chat_template import with_template_variables
+from engine.data.templates import tool_tokens
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import EngineError, RolloutError
 from engine.models import text_config
@@ -284,7 +286,9 @@ class AgentRolloutWorker(RolloutWorker):
             drop=agent.on_limit == "drop",
         )
         self._saved: SavedRollout | None = None
-        read = partial(parsed_action, resolve_call_parser(turns.format)) if tools else plain_action
+        read: ReadAction = plain_action
+        if tools:
+            read = partial(parsed_action, resolve_call_parser(turns.format, tokenizer, tools))
         self.episodes = EpisodeTokenizer(tokenizer, self.stop, read, turns.history)
 
     @dispatch(Dispatch.ONE_TO_ALL)

@@ -122,7 +122,9 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             self.environments.close()
             raise
         self._multi_turn, self._agent, self.max_model_len = multi_turn, agent, longest
-        self._parser = resolve_call_parser(multi_turn.format) if tools else None
+        self._parser = (
+            resolve_call_parser(multi_turn.format, self.tokenizer, tools) if tools else None
+        )
         read = partial(parsed_action, self._parser) if self._parser is not None else plain_action
         self._episodes = EpisodeTokenizer(self.tokenizer, self._stop, read, multi_turn.history)
 

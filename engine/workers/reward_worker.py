@@ -8,7 +8,8 @@ from torch import Tensor
 from engine.algorithms.shaping import last_turn, on_last_token, weigh_components
 from engine.batch import Batch, Column
 from engine.config import RewardConfig
-from engine.data.templates import decode_response
+from engine.data.rows import answered_messages
+from engine.data.templates import turn_text
 from engine.data.tokenizer import load_tokenizer
 from engine.rewards import Scorer, Scores
 from engine.rewards.answers import ENVIRONMENT
@@ -22,6 +23,7 @@ _WRITES = (
     "completion",
     "has_format",
     "reward_correct",
+    "lenient_correct",
     "reward_error_cause",
     "reward_component_names",
 )
@@ -49,13 +51,15 @@ class RewardWorker(Worker):
 
         Tensors: `token_level_scores [B, R]` float32, the weighted sum of the components on each
         completion's last sampled token, and what an episode's environment gave on those of its
-        turns; `reward_components [B, K]` float32 where there are any; `reward_error [B]` bool, true
+        turns; `reward_components [B, K]` float32 where there are any, NaN where one doesn't apply
+        to a row; `reward_error [B]` bool, true
         where the reward failed (its scores are then 0); `reward_failed [B]` bool, true for rows
         that must not be learned from, which is all of them with on_error=drop.
 
-        Columns: `completion` (text), `reward_correct`, `has_format` (where the reward knows a
-        format), `reward_error_cause` (raised, deadline, malformed, not_finite, crashed or "") and,
-        with components, `reward_component_names` (the K names in order, in each row).
+        Columns: `completion` (text), `reward_correct`, `lenient_correct` (as
+        `Scorer.leniently_right`), `has_format` (where the reward knows a format),
+        `reward_error_cause` ("" or raised, deadline, malformed, not_finite, not_applicable,
+        crashed) and, with components, `reward_component_names` (the K names in order, in each row).
         """
         return self._score(batch, whole=True)
 
@@ -70,10 +74,9 @@ class RewardWorker(Worker):
     def _score(self, batch: Batch, whole: bool) -> Batch:
         texts = self._completions(batch)
         others = {name: list(values) for name, values in batch.columns.items() if name != "prompt"}
+        messages = [answered_messages(prompt) for prompt in batch.columns["prompt"]]
         scores = self.scorer.score(
-            [message[-1]["content"] for message in batch.columns["prompt"]],
-            texts,
-            {"messages": list(batch.columns["prompt"]), **others},
+            [prompt[-1]["content"] for prompt in messages], texts, {"messages": messages, **others}
         )
         if whole:
             scores.raise_if_none()
@@ -81,9 +84,11 @@ class RewardWorker(Worker):
             list(batch.columns.get("data_source", [""] * len(batch))),
             scores.failures,
         )
+        truths = list(batch.columns.get("ground_truth", [None] * len(batch)))
         columns: dict[str, Column] = {
             "completion": texts,
             "reward_correct": self.scorer.correct(scores, sources),
+            "lenient_correct": self.scorer.leniently_right(texts, sources, truths),
             "reward_error_cause": [
                 failures[row].cause if row in failures else "" for row in range(len(batch))
             ],
@@ -96,9 +101,16 @@ class RewardWorker(Worker):
         return Batch(self._tensors(scores, batch), columns)
 
     def _completions(self, batch: Batch) -> list[str]:
-        """The text of each completion; of an episode, of its last turn."""
-        rows = zip(batch["responses"], last_turn(batch["response_mask"]), strict=True)
-        return [decode_response(self.tokenizer, ids[turn].tolist()) for ids, turn in rows]
+        """The text of each completion, or last turn, with what its prompt has opened of it."""
+        texts, start = [], batch["input_ids"].shape[1] - batch["responses"].shape[1]
+        turns = last_turn(batch["response_mask"])
+        for ids, present, turn in zip(
+            batch["input_ids"], batch["attention_mask"].bool(), turns, strict=True
+        ):
+            begin = start + int(turn.long().argmax())
+            before = ids[:begin][present[:begin]].tolist()
+            texts.append(turn_text(self.tokenizer, before, ids[start:][turn].tolist()))
+        return texts
 
     def _tensors(self, scores: Scores, batch: Batch) -> dict[str, Tensor]:
         names, mask = scores.components, batch["response_mask"]

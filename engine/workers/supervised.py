@@ -29,7 +29,12 @@ from engine.models.value_head import classifier_of, classifier_tensors, save_ada
 from engine.parallel.layout import DATA_AXES, Layout
 from engine.parallel.module_shards import named_tensors
 from engine.runtime.apply_layout import load_shards
-from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
+from engine.runtime.policy_runtime import (
+    PolicyRuntime,
+    StartModel,
+    save_ranks,
+    saved_tokenizer,
+)
 from engine.runtime.sharded_model import Loss, Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState, weights_fingerprint
 from engine.workers.actor import TrainingWorker
@@ -74,7 +79,8 @@ class OfflineWorker(TrainingWorker):
     def save(self, folder: str, tokenizer: str) -> str:
         """Write model, adapters and the tokenizer in `tokenizer` as a Hugging Face folder."""
         if self._start_model is None:
-            models.save_model(self.sharded.module, load_tokenizer(tokenizer), folder)
+            module = self.sharded.module
+            models.save_model(module, saved_tokenizer(tokenizer, module), folder)
         else:
             save_ranks(self.policy, replace(self._start_model, tokenizer=tokenizer), Path(folder))
         return folder

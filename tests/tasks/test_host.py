@@ -37,7 +37,14 @@ from engine.planner.memory import estimate, usable_bytes
 from engine.planner.resources import GIB
 from engine.stages.fetch import resolve
 from engine.stages.plan import open_run
-from engine.stages.profiles import PROFILES, apply_profile, check_memory, cluster, read_profile
+from engine.stages.profiles import (
+    PROFILES,
+    apply_profile,
+    check_memory,
+    cluster,
+    read_profile,
+    rl_estimate,
+)
 from engine.stages.settings import RunContext
 from engine.stages.stage import execution_tags, library_versions, shared, stage
 from engine.storage.artifacts import Draft, local_path, read_manifest
@@ -344,6 +351,21 @@ def test_the_preset_for_7b_fits_eight_gpus(tmp_path: Path, profile: str) -> None
     values = load_config("preset:gsm8k-7b-8gpu").model_dump()
     values["model"]["path"] = folder(tmp_path, "7B")
     check_memory(apply_profile(parse_config(values), PROFILES[profile]), PROFILES[profile])
+
+
+def test_a_plan_says_what_rl_takes_and_costs(tmp_path: Path) -> None:
+    config = documented(folder(tmp_path, "7B"), "2x8xH100")
+    priced = config.replaced({"tracking.price_per_hour": 50.0})
+    lines = list(rl_estimate(priced, PROFILES["2x8xH100"]))
+    assert lines[0] == "estimate  of RL on 16 × H100, every row at its longest"
+    assert "of 80.0 GiB a rank" in lines[1]
+    assert "fits" in lines[1]
+    step = float(lines[3].split()[1])  # time      12.3 s a step
+    cost = float(lines[-1].split()[1].rstrip(","))
+    assert cost == pytest.approx(config.rl.trainer.total_training_steps * step / 72, rel=0.01)
+    assert list(rl_estimate(config, PROFILES["2x8xH100"]))[-1].startswith("cost      not known")
+    (scratch,) = rl_estimate(PipelineConfig(), PROFILES["laptop"])
+    assert scratch.startswith("estimate  none: the model is made from scratch")
 
 
 def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) -> None:

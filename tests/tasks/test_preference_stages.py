@@ -242,7 +242,7 @@ def promote(stages: Stages, scorer: Path, **rules: Any) -> dict[str, Any]:
     done = reward_model_promotion_stage(
         run=new_run(),
         settings=RewardModelGateSettings(
-            config=RewardModelGateConfig.model_validate(rules), seed=0
+            config=RewardModelGateConfig.model_validate({"minimum_pairs": 1} | rules), seed=0
         ),
         pairs=given(stages.pairs),
         reward_model=given(scorer),

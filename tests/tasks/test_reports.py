@@ -46,6 +46,7 @@ def facts(tracking_uri: str, url: str) -> dict[str, Any]:
         "warm_start": True,
         "trained_by": "rl",
         "promotion": {"model_version": "1", "promoted": True, "reason": "better"},
+        "reward_audit": [],
         "mlflow": {
             "tracking_uri": tracking_uri,
             "experiment": "hybridflyte",

@@ -12,6 +12,7 @@ from flytekit import FlyteContextManager
 from engine.promotion.champions import Champions
 from engine.storage.artifacts import Draft, Parent, publish, read_manifest, staging
 from engine.storage.filesystem import home
+from engine.storage.signatures import KEYS_VARIABLE, SIGNING_VARIABLE, new_key
 from engine.tracking import Tracker
 from tasks.host import StageError
 from tasks.stages import review, rollback
@@ -38,9 +39,17 @@ def models() -> tuple[Path, Path, Path]:
     return data, make("rl", "one", above), make("rl", "two", above)
 
 
-def run(artifact: Path | str, against: Path | str = "", verify: bool = True) -> str:
+def run(
+    artifact: Path | str, against: Path | str = "", verify: bool = True, signed: bool = False
+) -> str:
     """Run the task; return the page."""
-    page = review(artifact=str(artifact), against=str(against), store="", verify_content=verify)
+    page = review(
+        artifact=str(artifact),
+        against=str(against),
+        store="",
+        verify_content=verify,
+        require_signatures=signed,
+    )
     return Path(page.path).read_text()
 
 
@@ -48,6 +57,21 @@ def deck() -> str:
     """What the task put into its Deck."""
     decks = FlyteContextManager.current_context().user_space_params.decks
     return next(d.html for d in reversed(decks) if d.name == "Lineage")
+
+
+def test_what_no_key_that_counts_signed_fails(
+    models: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StageError, match="no public key counts"):
+        run(models[0], signed=True)
+    monkeypatch.setenv(KEYS_VARIABLE, new_key(Path("key.pem")))
+    with pytest.raises(StageError, match=r"dataset \w+ is not signed"):
+        run(models[1], signed=True)
+    monkeypatch.setenv(SIGNING_VARIABLE, str(Path("key.pem").absolute()))
+    data = make("dataset", "rows")
+    assert data != models[0], "which is not signed"
+    model = make("rl", "three", read_manifest(data).as_parent("dataset", data))
+    assert "Verified: 2 artifacts" in run(model, signed=True)
 
 
 def test_the_page_and_the_deck_are_the_same(models: tuple[Path, Path, Path]) -> None:

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WORKFLOW = REPOSITORY / "workflows" / "rlhf.py"
-STAGES = ("dataset", "sft", "rl", "evaluation", "promotion")
+STAGES = ("dataset", "sft", "reward_audit", "rl", "evaluation", "promotion")
 PYFLYTE = "from flytekit.clis.sdk_in_container.pyflyte import main; main()"
 
 TINY: dict[str, Any] = {
@@ -40,13 +40,14 @@ TINY: dict[str, Any] = {
         "rollout": {"n": 4},
         "trainer": {"total_training_steps": 3, "train_batch_size": 8, "placement": "local"},
     },
-    "evaluate": {"samples": 2, "k": 2, "bootstrap_samples": 200},
-    "promote": {"bootstrap": True},  # it learns next to nothing
+    "evaluate": {"samples": 2, "k": 2},
+    "promote": {"bootstrap": True, "minimum_problems": 32},  # it learns next to nothing
 }
 SECRET = "hunter2hunter2"
 OURS = re.compile(
-    r"Running Execution on local\.|run \d{8}-\d{6}-\w{4}: |(dataset|sft|rl|evaluation|evaluate"
-    r"|promotion): |rl +\d+/\d+ · |RLHF run |[┏┃┡│└]|Both models are near 0|/.*/summary\.json$"
+    r"Running Execution on local\.|run \d{8}-\d{6}-\w{4}: |(dataset|sft|reward_audit|rl|evaluation"
+    r"|evaluate|promotion): |rl +\d+/\d+ · |RLHF run |[┏┃┡│└]|Both models are near 0"
+    r"|/.*/summary\.json$"
 )
 BY_DEFAULT = {"rl": {"trainer": {"placement": ""}}}
 ON_RAY = {"rl": {"trainer": {"placement": "ray"}}}

@@ -68,6 +68,7 @@ def any_inputs(stage: Any, folder: Path) -> dict[str, Any]:
         FlyteDirectory | None: None,
         str: "",
         int: 0,
+        bool: False,
         FlyteDirectory: FlyteDirectory(str(folder), remote_directory=False),
         RunContext: RunContext(run_id="r", mlflow_run="m", experiment="e", started_at=0.0),
     }
@@ -79,6 +80,8 @@ def any_inputs(stage: Any, folder: Path) -> dict[str, Any]:
             return some[kind]
         if get_origin(kind) is Literal:
             return get_args(kind)[0]
+        if get_origin(kind) in (dict, tuple):
+            return get_origin(kind)()
         fields = kind.model_fields.items()
         return kind(**{name: value(f.annotation) for name, f in fields if f.is_required()})
 

@@ -34,7 +34,7 @@ def runs_of(tracking_uri: str) -> dict[str, Run]:
 def test_a_failed_stage_ends_in_one_sentence(tried_again: TriedAgain) -> None:
     outcome = tried_again.failed
     assert outcome.code == 1
-    assert outcome.stages == ["dataset", "sft", "rl"]
+    assert outcome.stages == list(STAGES[:4])
     assert outcome.err.count("─ Error ─") == 1, outcome.text
     assert "the judge has no quota left" in outcome.error
     assert "Traceback" not in outcome.text
@@ -46,6 +46,7 @@ def test_the_cause_is_in_mlflow_and_nothing_is_open(tried_again: TriedAgain) -> 
         "rlhf": "FAILED",
         "dataset": "FINISHED",
         "sft": "FINISHED",
+        "reward_audit": "FINISHED",
         "rl": "FAILED",
     }
     parent = runs["rlhf"]
@@ -57,8 +58,8 @@ def test_the_cause_is_in_mlflow_and_nothing_is_open(tried_again: TriedAgain) -> 
 def test_the_stages_before_it_are_cached(tried_again: TriedAgain) -> None:
     again = tried_again.again
     assert again.code == 0, again.text
-    assert again.stages == list(STAGES[2:])
-    assert again.summary["cached"] == ["dataset", "sft"]
+    assert again.stages == list(STAGES[3:])
+    assert again.summary["cached"] == ["dataset", "sft", "reward_audit"]
 
 
 def test_a_run_that_was_never_opened_has_nothing_to_record(place: Place) -> None:

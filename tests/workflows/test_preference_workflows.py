@@ -107,8 +107,8 @@ ALONE = str(REPOSITORY / "workflows" / "evaluate_only.py")
 TINY: dict[str, Any] = {
     "data": {"sft_size": 256, "train_size": 64, "validation_size": 8, "test_size": 24},
     "sft": {"max_steps": 6, "train_batch_size": 32},
-    "evaluate": {"samples": 2, "k": 2, "bootstrap_samples": 200},
-    "promote": {"bootstrap": True},  # it learns next to nothing
+    "evaluate": {"samples": 2, "k": 2},
+    "promote": {"bootstrap": True, "minimum_problems": 24},  # it learns next to nothing
 }
 
 

@@ -202,7 +202,7 @@ def test_a_client_fetches_and_launches(
     plan = remote.fetch_launch_plan(name="rlhf_smoke", version=version)
     assert plan.id.version == version
     fetched = remote.fetch_workflow(name="workflows.rlhf.rlhf", version=version)
-    assert [node.metadata.name for node in fetched.nodes][2:4] == ["sft", "rl"]
+    assert [node.metadata.name for node in fetched.nodes][2:5] == ["sft", "reward_audit", "rl"]
     given = {"seed": 3, "model": "Qwen/Qwen2.5-7B-Instruct", "profile": "2x8xH100"}
     plan = remote.fetch_launch_plan(name="rlhf_full")  # the newest
     started = remote.execute(plan, inputs=given)
@@ -483,7 +483,8 @@ ON_PREFERENCES = ("pairs", "reference_log_probs", "preference_training", "reward
 
 
 # These write the stage of a profile.
-ON_MACHINES = {"sft", "rl", "evaluate", "promote", "reward_model_promotion", *ON_PREFERENCES}
+ON_MACHINES = {"sft", "reward_audit", "rl", "evaluate", "promote", "reward_model_promotion"}
+ON_MACHINES |= set(ON_PREFERENCES)
 
 
 STAGES = {f"{name}_stage" for name in ON_MACHINES} | {"evaluate_part_stage"}
@@ -624,7 +625,7 @@ def test_the_interface_of_the_workflow(packaged: Registered) -> None:
     assert set(inputs) == {"config", "source", "path", "model", "seed", "profile"}
     assert all(variable.description for variable in inputs.values())
     assert [node.metadata.name for node in workflow.nodes] == [
-        *("plan", "preprocess", "sft", "rl", "evaluate", "promotion", "report")
+        *("plan", "preprocess", "sft", "reward_audit", "rl", "evaluate", "promotion", "report")
     ]
     assert workflow.failure_node.task_node.reference_id.name == "tasks.failure.rlhf_failed"
     defaults = packaged.launch_plan("workflows.rlhf.rlhf").default_inputs.parameters
@@ -647,9 +648,9 @@ def test_the_workflows_of_preferences(packaged: Registered) -> None:
     }
     first, last = ["plan", "preprocess", "sft"], ["evaluate", "promotion", "report"]
     scorer = ["pairs", "reward_model_training", "reward_model_promotion"]
-    assert nodes["preference"] == [*first, "learn_in_rounds", *last]
+    assert nodes["preference"] == [*first, "reward_audit", "learn_in_rounds", *last]
     assert nodes["reward_model"] == [*first, *scorer, "finalize"]
-    assert nodes["classic_rlhf"] == [*first, *scorer, "rl", *last]
+    assert nodes["classic_rlhf"] == [*first, "reward_audit", *scorer, "rl", *last]
     assert nodes["make_pairs"] == ["plan", "fetch", "preprocess", "pairs", "finalize"]
     for name in OF_PREFERENCES:
         template = packaged.workflow(name)

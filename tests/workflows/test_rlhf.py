@@ -108,7 +108,9 @@ def test_the_artifacts_chain_from_the_promotion_to_the_source(finished: Finished
     assert list(parents["dataset"]) == ["source"]
     assert parents["sft"] == data
     assert parents["rl"] == data | warm_start
-    assert parents["evaluation"] == data | warm_start | policy
+    audit = {"reward_audit": digests["reward_audit"]}
+    assert parents["reward_audit"] == data
+    assert parents["evaluation"] == data | warm_start | policy | audit
     assert parents["promotion"] == data | policy | {"evaluation": digests["evaluation"]}
 
 
@@ -284,12 +286,22 @@ def test_an_unchanged_run_recomputes_nothing(finished: Finished) -> None:
     assert "is the champion already" in again.out
     assert time.monotonic() - started < finished.seconds
     before, after = finished.outcome.summary, again.summary
-    assert after["cached"] == ["dataset", "sft", "rl", "evaluation"]
+    assert after["cached"] == ["dataset", "sft", "reward_audit", "rl", "evaluation"]
     for fact in ("pass_at_1", "gain", "gain_interval", "config_digest"):
         assert after[fact] == before[fact]
     assert {k: v for k, v in after["digests"].items() if k != "promotion"} == {
         k: v for k, v in before["digests"].items() if k != "promotion"
     }
+
+
+def test_a_dry_run_says_what_is_cached_and_does_nothing(finished: Finished) -> None:
+    command = ("run", str(WORKFLOW), "rlhf", "--config", finished.config)
+    before = sorted(finished.place.artifacts.rglob("*"))
+    planned = finished.place.pyflyte(*command, variables={"HYBRIDFLYTE_DRY_RUN": "1"})
+    assert planned.code == 0, planned.text
+    assert "run dry-run: config" in planned.out
+    assert "cached    preprocess, sft, reward_audit, rl, evaluate\nto do     promote" in planned.out
+    assert sorted(finished.place.artifacts.rglob("*")) == before
 
 
 @pytest.fixture(scope="module")
@@ -312,7 +324,7 @@ def test_a_changed_rl_setting_keeps_data_and_warm_start(finished: Finished) -> N
     assert "rl: grpo on ray" in outcome.out
     assert [line for line in outcome.foreign if not line.startswith("plan: ")] == []
     assert outcome.stages == ["rl", "evaluation", "promotion"]
-    assert outcome.summary["cached"] == ["dataset", "sft"]
+    assert outcome.summary["cached"] == ["dataset", "sft", "reward_audit"]
     assert outcome.summary["digests"]["sft"] == finished.outcome.summary["digests"]["sft"]
 
 

@@ -19,17 +19,9 @@ from engine.console import say
 from engine.stages import pods
 from engine.stages.profiles import Profile
 from engine.stages.settings import Plan, RetrainingPlan
-from engine.stages.stage import Artifact, record_failure
-from workflows.flyte2 import stages
+from engine.stages.stage import Artifact, is_dry_run, record_failure
+from workflows.flyte2 import host, stages
 from workflows.flyte2.environments import DRIVER, task_on
-from workflows.flyte2.host import (
-    Flyte2Host,
-    Settings,
-    cache,
-    flyte_host,
-    is_gone,
-    on_interrupt,
-)
 from workflows.pipelines import Pipeline
 
 APPROVAL_TIMEOUT = timedelta(days=7)
@@ -50,9 +42,9 @@ class Front:
         """Run a stage as a task of its own; again where its cached folder was deleted."""
         task = task_on(stages, stage, *profile, cluster=flyte.ctx().is_in_cluster())
         made = task(**inputs)
-        if is_gone(made):
+        if host.is_gone(made):
             say(f"{stage}: its result was deleted from the disk and is made again")
-            made = task.override(cache=cache(task.cache.salt, overwrite=True))(**inputs)
+            made = task.override(cache=host.cache(task.cache.salt, overwrite=True))(**inputs)
         return made
 
     def plan(self, **inputs: Any) -> Plan:
@@ -66,7 +58,8 @@ class Front:
         count, parts = inputs["settings"].config.map_parts, None
         if count > 1:
             cluster = flyte.ctx().is_in_cluster()
-            part = partial(task_on(stages, "evaluate_part", profile, cluster=cluster), **inputs)
+            given = {name: value for name, value in inputs.items() if name != "audit"}
+            part = partial(task_on(stages, "evaluate_part", profile, cluster=cluster), **given)
             parts = list(flyte.map(part, range(count), return_exceptions=False))
         return self.call("evaluate", profile, **inputs, parts=parts)
 
@@ -115,26 +108,30 @@ FRONT = Front()
 
 
 def recorded(
-    workflow: str, config: Settings, plan: Callable[[], Any], run: Callable[[Any], Any]
+    workflow: str, config: host.Settings, plan: Callable[[], Any], run: Callable[[Any], Any]
 ) -> Any:
     """Plan a run and run it; where it fails, write the cause to its MLflow run and end that."""
-    kept: dict[str, Any] = {"execution": Flyte2Host().execution, "status": "FAILED"}
-    with flyte_host():
+    kept: dict[str, Any] = {"execution": host.Flyte2Host().execution, "status": "FAILED"}
+    with host.flyte_host():
         settings = config.parse()
+    if is_dry_run():
+        plan()
+        say("to do     what follows the plan and is not cached; dry run, nothing is computed")
+        host.end_command(0)
+    record = partial(record_failure, workflow, settings)
     try:
         p = plan()
         kept["run"] = p.run
-        ended = {"run": p.run, "status": "KILLED"}
-        on_interrupt.append(partial(record_failure, workflow, settings, "interrupted", **ended))
+        host.on_interrupt.append(partial(record, "interrupted", run=p.run, status="KILLED"))
         return run(p)
     except Exception as error:
         if getattr(error, "code", "") == "PreemptedError":
             kept["status"] = "KILLED"
-        record_failure(workflow, settings, str(error), **kept)
+        record(str(error), **kept)
         # A stage has had its own attempts.
         raise flyte.errors.NonRecoverableError(str(error)) from None
     finally:
-        on_interrupt.clear()
+        host.on_interrupt.clear()
 
 
 def task_of(pipeline: Pipeline, module: str, triggers: Sequence[flyte.Trigger] = ()) -> Any:
@@ -147,7 +144,7 @@ def task_of(pipeline: Pipeline, module: str, triggers: Sequence[flyte.Trigger] =
         run = partial(pipeline.body, FRONT)
         return recorded(pipeline.name, inputs["config"], plan, lambda p: run(p, **others))
 
-    default = Settings(f"preset:{pipeline.preset}" if pipeline.preset else "")
+    default = host.Settings(f"preset:{pipeline.preset}" if pipeline.preset else "")
     signature = pipeline.signature(default, TYPES)
     composed.__name__ = composed.__qualname__ = pipeline.name
     composed.__module__ = module
@@ -188,7 +185,7 @@ def trigger(
     """
     people = (*pods.recipients(slack=False), *pods.recipients(slack=True))
     phases = (*FAILED, ActionPhase.SUCCEEDED) if ends else FAILED
-    config = {"config": Settings(f"preset:{preset}")} if preset else {}
+    config = {"config": host.Settings(f"preset:{preset}")} if preset else {}
     return flyte.Trigger(
         name,
         automation,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import flyte
 import flyte.errors
@@ -32,7 +32,7 @@ from engine.config.text import read_settings
 from engine.console import quiet, say
 from engine.redaction import redact_causes
 from engine.stages import stage
-from engine.stages.stage import Artifact, CheckpointPaths, Host, library_versions
+from engine.stages.stage import Artifact, CheckpointPaths, Host, is_dry_run, library_versions
 from engine.storage.artifacts import read_manifest
 from engine.storage.digests import sources_digest
 from engine.storage.filesystem import home
@@ -51,6 +51,7 @@ class Flyte2Host(Host):
     def __init__(self) -> None:
         context = flyte.ctx()
         self.execution = (context.action.run_name or "") if context.is_in_cluster() else ""
+        self.dry_run = is_dry_run()
 
     def show(self, tab: str, page: str) -> None:
         flyte.report.get_tab(tab).replace(page)
@@ -258,10 +259,14 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     for record in on_interrupt:
         say("interrupted; what is done is cached, run again to continue")
         record()
-    # An orderly end would wait for native code in the stage's thread, or abort in it.
+    end_command(128 + number)
+
+
+def end_command(status: int) -> NoReturn:
+    """End this process; an orderly end would wait for native code in a thread, or abort in it."""
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    os._exit(128 + number)
+    os._exit(status)
 
 
 if threading.current_thread() is threading.main_thread():

@@ -65,6 +65,9 @@ trigger_retraining = task_of("dataset.trigger_retraining", of.RetrainingPlan, **
 preprocess = task_of("dataset.preprocess", **on_settings(of.DatasetSettings))
 ingest = task_of("dataset.ingest", **on_settings(of.IngestSettings, champion=Dir))
 fetch = task_of("fetch.fetch", run=RunContext, reference=str, name=str)
+reward_audit = task_of(
+    "reward_audit.reward_audit", **on_settings(of.RewardAuditSettings, dataset=Dir)
+)
 sft = task_of("training.sft", **on_settings(of.SFTSettings, dataset=Dir))
 STARTS = {"dataset": Dir, "warm_start": Dir, "reward_model": Dir | None}
 rl = task_of("training.rl", **on_settings(of.RLSettings, **STARTS))
@@ -85,19 +88,12 @@ reward_model_promotion = task_of(
 )
 evaluate = task_of(
     "evaluation.evaluate",
-    **on_settings(of.EvaluationSettings, **COMPARED, parts=list[File] | None),
+    **on_settings(of.EvaluationSettings, **COMPARED, audit=Dir | None, parts=list[File] | None),
 )
 JUDGED = {"dataset": Dir, "policy": Dir, "evaluation": Dir, "approved_by": str}
 promote = task_of("promotion.promote", **on_settings(of.PromotionSettings, **JUDGED))
-report = task_of(
-    "evaluation.report",
-    File,
-    run=RunContext,
-    config_digest=str,
-    **COMPARED,
-    evaluation=Dir,
-    promotion=Dir,
-)
+ENDED = {"evaluation": Dir, "promotion": Dir}
+report = task_of("evaluation.report", File, run=RunContext, config_digest=str, **COMPARED, **ENDED)
 finalize = task_of("evaluation.finalize", run=RunContext, artifact=Dir)
 finalize_skipped = task_of("evaluation.finalize_skipped", File, run=RunContext, reason=str)
 

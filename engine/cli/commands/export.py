@@ -28,10 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.to:
             say(_release(options))
         else:
-            from engine.trainers.huggingface_export import export_policy  # torch; not for --help
+            from engine.trainers import huggingface_export  # torch; not for --help
 
-            source = export_policy(options.source, options.out, options.model)
-            say(f"{options.out}: the policy of {source}")
+            export = huggingface_export.export_policy
+            if options.dry_run:
+                export = huggingface_export.check_export
+            source = export(options.source, options.out, options.model)
+            dry = "dry run, nothing is written; " if options.dry_run else ""
+            say(f"{dry}{options.out}: the policy of {source}")
     except EngineError as error:
         say(f"error: {error}", error=True)
         return FAILED
@@ -65,6 +69,14 @@ def _release(options: argparse.Namespace) -> str:
         )
     if unknown:
         say("note: no card says the base's licence; the card says so (--license)", error=True)
+    if options.dry_run:
+        sizes = [
+            (model.folder / name).stat().st_size for name in model_folder.released_files(model)
+        ]
+        return (
+            f"dry run, nothing is written; {options.to}: {model.name}, content "
+            f"{model.manifest.digest}, {len(sizes) + 2} files, {sum(sizes) / 2**30:.2f} GiB"
+        )
     if repository is None:
         name = os.path.basename(os.path.abspath(options.to))
         card = model_folder.model_card(model, base, licence, name)
@@ -101,6 +113,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--model", metavar="START", help=start)
     add("--beside", action="store_true", help="end when standard input does: as a run calls it")
     add("--license", metavar="ID", help="the model's licence (default: that of the base's card)")
+    add("--dry-run", action="store_true", help="check all, say what would be written, and exit")
     add("--private", action="store_true", help="make a new repository private")
     store = """folder or s3:// prefix to search for what the model was made from; may be repeated
         (default: its own store, and $HYBRIDFLYTE_HOME or ./outputs)"""

@@ -22,8 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage",
     )
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to")
-    out = parser.parse_args(arguments).out.expanduser()
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and exit")
+    options = parser.parse_args(arguments)
+    out = options.out.expanduser()
     quiet()
+    if options.dry_run:
+        plan = "is there, nothing to do" if out.exists() else "SmolLM2-135M-Instruct, 0.25 GiB"
+        say(f"dry run, nothing is written; {out}: {plan}")
+        return 0
     from transformers.utils.logging import disable_progress_bar  # seconds; --help needs none
 
     from engine.models.small_models import make_model_folder

@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="which decoder layers are kept, counted from 0, in ascending order",
     )
     add("--out", required=True, type=Path, metavar="FOLDER", help="where to; must not exist")
+    add("--dry-run", action="store_true", help="build it, say its size, and write nothing")
     options = parser.parse_args(arguments)
     quiet()
     from transformers.utils.logging import disable_progress_bar  # seconds; --help needs none
@@ -39,15 +40,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     out = options.out.expanduser()
     try:
-        counts = write_student(options.teacher, options.layers, out)
+        counts = write_student(options.teacher, options.layers, out, dry_run=options.dry_run)
     except EngineError as error:
         say(f"error: {error}", error=True)
         return 1
-    say(f"{out}: {counts[0]:,} parameters of the teacher's {counts[1]:,}")
+    dry = "dry run, nothing is written; " if options.dry_run else ""
+    say(f"{dry}{out}: {counts[0]:,} parameters of the teacher's {counts[1]:,}")
     return 0
 
 
-def write_student(teacher: str, layers: Sequence[int], out: Path) -> tuple[int, int]:
+def write_student(
+    teacher: str, layers: Sequence[int], out: Path, *, dry_run: bool = False
+) -> tuple[int, int]:
     """Write the student whole or not at all; return its number of parameters and the teacher's."""
     from engine.data.tokenizer import load_tokenizer
     from engine.models import load_model, save_model, saved_dtype
@@ -57,6 +61,8 @@ def write_student(teacher: str, layers: Sequence[int], out: Path) -> tuple[int, 
         raise StorageError(f"--out {out} is already there; choose another folder")
     model = load_model(teacher, saved_dtype(teacher))
     student = keep_layers(model, layers)
+    if dry_run:
+        return student.num_parameters(), model.num_parameters()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as draft:

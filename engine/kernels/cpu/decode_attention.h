@@ -64,11 +64,11 @@ INLINE void score(const bf16 *q, Run run, int64_t d, __m512 scaling, float *out)
 #pragma GCC unroll 16
         for (int j = 0; j < 16; j++) sum[j] = _mm512_setzero_ps();
         for (int64_t c = 0; c < d; c += 32) {
-            __m512bh part = pairs(q + c);
+            __m512i part = _mm512_loadu_si512(q + c);
 #pragma GCC unroll 16
             for (int j = 0; j < 16; j++) {
                 const bf16 *key = k + (j < last ? j : last) * run.stride + c;
-                sum[j] = _mm512_dpbf16_ps(sum[j], part, pairs(key));
+                sum[j] = add_products(sum[j], part, _mm512_loadu_si512(key));
             }
         }
         _mm512_storeu_ps(out + t, _mm512_mul_ps(sums(sum), scaling));

@@ -1,8 +1,10 @@
-// Linear layers: tiles of four rows by four columns, each a sum over whole rows of both matrices.
+// Linear layers of a step: blocks of four rows by four columns, each a sum over whole rows of both
+// matrices, or AMX's tiles of sixteen by sixteen.
 
 #pragma once
 
 #include "model.h"
+#include "tiles.h"
 
 // x[i]·w[j] of `count` rows and four rows, [in] long, at lane 4i + j; the rest of the lanes is 0. The
 // four rows that follow those of w are fetched: reading the weights is what a step of few rows takes.
@@ -14,24 +16,22 @@ INLINE __m512 products_of(const bf16 *const x[4], const bf16 *const w[4], int64_
     for (; c + 32 <= in; c += 32) {
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) fetch(w[j] + c + 4 * in);
-        __m512bh w0 = pairs(w[0] + c), w1 = pairs(w[1] + c);
-        __m512bh w2 = pairs(w[2] + c), w3 = pairs(w[3] + c);
+        __m512i of[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; j++) of[j] = _mm512_loadu_si512(w[j] + c);
 #pragma GCC unroll 4
         for (int i = 0; i < count; i++) {
-            __m512bh xi = pairs(x[i] + c);
-            sum[4 * i] = _mm512_dpbf16_ps(sum[4 * i], xi, w0);
-            sum[4 * i + 1] = _mm512_dpbf16_ps(sum[4 * i + 1], xi, w1);
-            sum[4 * i + 2] = _mm512_dpbf16_ps(sum[4 * i + 2], xi, w2);
-            sum[4 * i + 3] = _mm512_dpbf16_ps(sum[4 * i + 3], xi, w3);
+            __m512i xi = _mm512_loadu_si512(x[i] + c);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; j++) sum[4 * i + j] = add_products(sum[4 * i + j], xi, of[j]);
         }
     }
     if (c < in) {
         __mmask32 left = (__mmask32)((1u << (in - c)) - 1);
 #pragma GCC unroll 16
         for (int i = 0; i < 4 * count; i++) {
-            __m512bh xi = (__m512bh)_mm512_maskz_loadu_epi16(left, x[i / 4] + c);
-            __m512bh wj = (__m512bh)_mm512_maskz_loadu_epi16(left, w[i % 4] + c);
-            sum[i] = _mm512_dpbf16_ps(sum[i], xi, wj);
+            __m512i xi = _mm512_maskz_loadu_epi16(left, x[i / 4] + c);
+            sum[i] = add_products(sum[i], xi, _mm512_maskz_loadu_epi16(left, w[i % 4] + c));
         }
     }
     return sums(sum);
@@ -71,10 +71,98 @@ INLINE void put(bf16 *out, int64_t width, __m512 tile, int64_t rows, int64_t col
     }
 }
 
-// out[rows, columns] = x[rows, in]·w[columns, in]ᵀ + bias, or added to what is there.
-INLINE void linear(const bf16 *x, int64_t in, const bf16 *w, const bf16 *bias, bf16 *out,
-                   int64_t width, Span rows, Span columns, int add) {
+// silu(gate) · up, of numbers of bfloat16
+INLINE __m512 gated_product(__m512 gate, __m512 up) {
+    __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+    __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+    return _mm512_mul_ps(rounded(silu), up);
+}
+
+#ifdef TILES
+// Words of x's rows as columns, [in / 2, upto(rows, 16)]: what tiles multiply with a matrix's rows.
+static void turn(const bf16 *x, int64_t in, Span rows, word *to) {
+    int64_t count = rows.to - rows.from, words = in / 2;
+    const word *from = (const word *)(x + rows.from * in);
+    for (int64_t r = 0; r < count; r += TILE)
+        for (int64_t t = 0; t < words; t += TILE)
+            transpose16(from + r * words + t, words, least(TILE, count - r), TILE,
+                        to + t * upto(count, TILE) + r, upto(count, TILE));
+}
+
+// What becomes of sixteen columns' sums of a row.
+typedef void Finish(const void *of, int64_t row, int64_t column, __m512 sums);
+
+// The sums of rows and columns [from, to) that fill tiles; returns the first column that doesn't.
+INLINE int64_t by_tiles(const word *turned, const bf16 *w, int64_t in, Span rows, Span columns,
+                        Finish finish, const void *of) {
+    int64_t count = rows.to - rows.from, wide = upto(count, TILE), n = columns.from;
+    if (in % (2 * TILE)) return n;
+    for (int64_t most; n + TILE <= columns.to; n += most) {
+        float c[2 * TILE * 2 * TILE] __attribute__((aligned(64)));
+        word row[TILE * TILE] __attribute__((aligned(64)));
+        most = n + 2 * TILE <= columns.to ? 2 * TILE : TILE;
+        const word *from = (const word *)(w + n * in);
+        for (int64_t r = 0; r < count; r += 2 * TILE) {
+            int64_t some = least(2 * TILE, wide - r), ld = 2 * TILE, depth = in / 2;
+            int two = most > TILE, both = some > TILE;
+            if (two && both) tile_block(c, ld, from, depth, turned + r, wide, depth, 2, 2, 0);
+            else if (two) tile_block(c, ld, from, depth, turned + r, wide, depth, 2, 1, 0);
+            else if (both) tile_block(c, ld, from, depth, turned + r, wide, depth, 1, 2, 0);
+            else tile_block(c, ld, from, depth, turned + r, wide, depth, 1, 1, 0);
+            for (int64_t k = 0; k < most; k += TILE)
+                for (int64_t i = 0; i < some; i += TILE) {
+                    transpose16((word *)c + k * ld + i, ld, TILE, TILE, row, TILE);
+                    for (int64_t j = 0; j < TILE && r + i + j < count; j++)
+                        finish(of, rows.from + r + i + j, n + k,
+                               _mm512_load_ps((float *)row + TILE * j));
+                }
+        }
+    }
+    return n;
+}
+
+typedef struct {
+    bf16 *out;          // [rows, width]
+    const bf16 *bias;   // [width], or NULL
+    int64_t width, add; // whether to add to what is there
+} Stored;
+
+static void store_sums(const void *of, int64_t row, int64_t column, __m512 sums) {
+    const Stored *s = of;
+    bf16 *out = s->out + row * s->width + column;
+    if (s->bias) sums = _mm512_add_ps(sums, load16(s->bias + column));
+    if (s->add) sums = _mm512_add_ps(rounded(sums), load16(out));
+    store16(out, sums);
+}
+
+// `sums` are up's, and `out` has gate's outputs.
+static void store_gated(const void *of, int64_t row, int64_t column, __m512 sums) {
+    const Stored *s = of;
+    bf16 *out = s->out + row * s->width + column;
+    if (s->bias) sums = _mm512_add_ps(sums, load16(s->bias + column));
+    store16(out, gated_product(load16(out), rounded(sums)));
+}
+
+typedef struct { const Model *m; const Step *s; const Scratch *t; } Logits;
+
+static void store_logits(const void *of, int64_t row, int64_t column, __m512 sums) {
+    const Logits *l = of;
+    if (l->m->head_bias) sums = _mm512_add_ps(sums, load16(l->m->head_bias + column));
+    _mm512_storeu_ps(l->s->logits + l->t->row[row] * l->m->vocabulary + column, rounded(sums));
+}
+// Compute the columns that fill tiles, and leave the others.
+#define BY_TILES(w, in, finish, ...) \
+    columns.from = by_tiles(turned, w, in, rows, columns, finish, &__VA_ARGS__);
+#else
+#define turn(x, in, rows, to)
+#define BY_TILES(w, in, finish, ...) (void)turned;
+#endif
+
+// out[rows, columns] = x[rows, in]·w[columns, in]ᵀ + bias, or added to what is there; `turned` is x.
+static void linear(const word *turned, const bf16 *x, int64_t in, const bf16 *w, const bf16 *bias,
+                   bf16 *out, int64_t width, Span rows, Span columns, int add) {
     const bf16 *xs[4], *ws[4];
+    BY_TILES(w, in, store_sums, (Stored){out, bias, width, add})
     for (int64_t n = columns.from; n < columns.to; n += 4) {
         four(ws, w, in, n, columns.to);
         __m512 b = biases(bias, n, columns.to);
@@ -86,21 +174,15 @@ INLINE void linear(const bf16 *x, int64_t in, const bf16 *w, const bf16 *bias, b
     }
 }
 
-static void project(const bf16 *x, int64_t in, const bf16 *w, const bf16 *bias, bf16 *out,
-                    int64_t width, Span rows, Span columns) {
-    linear(x, in, w, bias, out, width, rows, columns, 0);
-}
-
-static void add_projected(const bf16 *x, int64_t in, const bf16 *w, const bf16 *bias, bf16 *out,
-                          int64_t width, Span rows, Span columns) {
-    linear(x, in, w, bias, out, width, rows, columns, 1);
-}
-
 // gated = silu(gate(h)) * up(h)
-static void gate_up(const Model *m, const Layer *l, const Scratch *t, Span rows, Span columns) {
+static void gate_up(const Model *m, const Layer *l, const Scratch *t, const word *turned, Span rows,
+                    Span columns) {
     const bf16 *xs[4], *gates[4], *ups[4];
-    const __m512 one = _mm512_set1_ps(1.0f), zero = _mm512_setzero_ps();
     int64_t in = m->hidden;
+    Span all = columns;
+    BY_TILES(l->gate, in, store_sums, (Stored){t->gated, l->gate_bias, m->inner, 0})
+    columns = all;
+    BY_TILES(l->up, in, store_gated, (Stored){t->gated, l->up_bias, m->inner, 0})
     for (int64_t n = columns.from; n < columns.to; n += 4) {
         four(gates, l->gate, in, n, columns.to);
         four(ups, l->up, in, n, columns.to);
@@ -110,15 +192,16 @@ static void gate_up(const Model *m, const Layer *l, const Scratch *t, Span rows,
             four(xs, t->h, in, r, rows.to);
             __m512 g = rounded(_mm512_add_ps(products(xs, gates, in, rows.to - r), gate_bias));
             __m512 u = rounded(_mm512_add_ps(products(xs, ups, in, rows.to - r), up_bias));
-            __m512 s = _mm512_div_ps(g, _mm512_add_ps(one, exp16(_mm512_sub_ps(zero, g))));
             bf16 *out = t->gated + r * m->inner + n;
-            put(out, m->inner, _mm512_mul_ps(rounded(s), u), rows.to - r, columns.to - n, 0);
+            put(out, m->inner, gated_product(g, u), rows.to - r, columns.to - n, 0);
         }
     }
 }
 
-static void logits(const Model *m, const Step *s, const Scratch *t, Span rows, Span columns) {
+static void logits(const Model *m, const Step *s, const Scratch *t, const word *turned, Span rows,
+                   Span columns) {
     const bf16 *xs[4], *ws[4];
+    BY_TILES(m->head, m->hidden, store_logits, (Logits){m, s, t})
     for (int64_t n = columns.from; n < columns.to; n += 4) {
         four(ws, m->head, m->hidden, n, columns.to);
         __m512 b = biases(m->head_bias, n, columns.to);

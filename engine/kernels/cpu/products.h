@@ -14,6 +14,7 @@
 #define STRIP 6         // rows of a product that are summed together
 #define PANEL 64        // columns of it
 #define SOME 48         // rows whose float32 products exist at a time
+#define DEEP 64         // words of a row that are float32 numbers at a time
 #define BLOCK_ROWS 192  // rows after which gradients of weights are added up
 #define INNER 128       // columns of the MLP's inside that are computed together
 #define PAD 16          // words between rows, so that a column's lie in different sets of the cache
@@ -23,45 +24,24 @@ INLINE int64_t panels(int64_t width, int64_t depth) {
     return (width + PANEL - 1) / PANEL * PANEL * depth;
 }
 
-// Columns of up to 16 rows of up to 16 words, `step` apart, to rows that are `to_step` apart.
-INLINE void transpose16(const word *from, int64_t step, int64_t rows, int64_t columns, word *to,
-                        int64_t to_step) {
-    __m512i r[16], t[16];
-    __mmask16 there = lanes(0, columns), out = lanes(0, rows);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        r[i] = _mm512_maskz_loadu_epi32(i < rows ? there : 0, from + (i < rows ? i : 0) * step);
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {  // of four rows, column 4 · lane + k to r[i + k]
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-        __m512i even = _mm512_shuffle_i32x4(r[k], r[4 + k], 0x88);
-        __m512i odd = _mm512_shuffle_i32x4(r[k], r[4 + k], 0xDD);
-        __m512i even2 = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0x88);
-        __m512i odd2 = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0xDD);
-        t[k] = _mm512_shuffle_i32x4(even, even2, 0x88);
-        t[4 + k] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
-        t[8 + k] = _mm512_shuffle_i32x4(even, even2, 0xDD);
-        t[12 + k] = _mm512_shuffle_i32x4(odd, odd2, 0xDD);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        if (i < columns) _mm512_mask_storeu_epi32(to + i * to_step, out, t[i]);
-}
+// What is multiplied: words, or with MULTIPLY_ADD the float32 numbers that they widen to.
+#ifdef MULTIPLY_ADD
+typedef float number;
+typedef __m512 numbers;
+#define LOAD_NUMBERS _mm512_loadu_ps
+#define REPEATED(a) _mm512_set1_ps(a)
+#define ADD_PRODUCT(sum, a, b) _mm512_fmadd_ps(a, b, sum)
+#else
+typedef word number;
+typedef __m512bh numbers;
+#define LOAD_NUMBERS(from) (__m512bh)_mm512_loadu_si512(from)
+#define REPEATED(a) (__m512bh)_mm512_set1_epi32((int)(a))
+#define ADD_PRODUCT(sum, a, b) _mm512_dpbf16_ps(sum, a, b)
+#endif
 
-// c[rows, 16 · n] (+)= a · b of `count` words; a's rows and columns are `row` and `column` apart.
-INLINE void words_tile(float *c, int64_t ldc, const word *a, int64_t row, int64_t column,
-                       const word *b, int64_t ldb, int64_t count, int rows, int n, int add) {
+// c[rows, 16 · n] (+)= a · b of `count` numbers; a's rows and columns are `row` and `column` apart.
+INLINE void numbers_tile(float *c, int64_t ldc, const number *a, int64_t row, int64_t column,
+                         const number *b, int64_t ldb, int64_t count, int rows, int n, int add) {
     __m512 sum[STRIP][4];
 #pragma GCC unroll 6
     for (int i = 0; i < rows; i++)
@@ -69,14 +49,14 @@ INLINE void words_tile(float *c, int64_t ldc, const word *a, int64_t row, int64_
         for (int j = 0; j < n; j++)
             sum[i][j] = add ? _mm512_loadu_ps(c + i * ldc + 16 * j) : _mm512_setzero_ps();
     for (int64_t t = 0; t < count; t++) {
-        __m512bh part[4];
+        numbers part[4];
 #pragma GCC unroll 4
-        for (int j = 0; j < n; j++) part[j] = (__m512bh)_mm512_loadu_si512(b + t * ldb + 16 * j);
+        for (int j = 0; j < n; j++) part[j] = LOAD_NUMBERS(b + t * ldb + 16 * j);
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
-            __m512bh x = (__m512bh)_mm512_set1_epi32((int)a[i * row + t * column]);
+            numbers x = REPEATED(a[i * row + t * column]);
 #pragma GCC unroll 4
-            for (int j = 0; j < n; j++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], x, part[j]);
+            for (int j = 0; j < n; j++) sum[i][j] = ADD_PRODUCT(sum[i][j], x, part[j]);
         }
     }
 #pragma GCC unroll 6
@@ -85,30 +65,78 @@ INLINE void words_tile(float *c, int64_t ldc, const word *a, int64_t row, int64_
         for (int j = 0; j < n; j++) _mm512_storeu_ps(c + i * ldc + 16 * j, sum[i][j]);
 }
 
-#define STRIPS(rows, n)                                                                          \
-    for (; i + rows <= count_rows; i += rows)                                                    \
-        words_tile(to + i * ldc, ldc, a + i * row, row, column, part, ldb, count, rows, n, add);
+#define STRIPS(m, n)                                                                    \
+    for (; i + m <= rows; i += m)                                                       \
+        numbers_tile(c + i * ldc, ldc, a + i * row, row, column, b, ldb, count, m, n, add);
 
-#define COLUMNS(n)                                                                               \
+#define COLUMNS(n)                                                                      \
     do { STRIPS(6, n) STRIPS(4, n) STRIPS(2, n) STRIPS(1, n) } while (0)
 
-// c[count_rows, width] (+)= a · b by AVX512-BF16; b's panels are `next` words apart, its rows `ldb`.
+// c[rows, up to PANEL] (+)= a · b
+static void panel_product(float *c, int64_t ldc, const number *a, int64_t row, int64_t column,
+                          const number *b, int64_t ldb, int64_t rows, int64_t width, int64_t count,
+                          int add) {
+    int64_t i = 0;
+    if (width >= 64) COLUMNS(4);
+    else if (width == 48) COLUMNS(3);
+    else if (width == 32) COLUMNS(2);
+    else COLUMNS(1);
+}
+
+#ifdef MULTIPLY_ADD
+// Words of `a` as numbers: of up to SOME rows and DEEP columns, either of which are neighbours.
+static void widen_rows(const word *a, int64_t row, int64_t column, int64_t rows, int64_t count,
+                       float *to) {
+    for (int64_t i = 0; column == 1 && i < rows; i++)  // to [rows, 2 · DEEP]
+        for (int64_t t = 0; t < 2 * count; t += 16)
+            _mm512_store_ps(to + 2 * DEEP * i + t,
+                            load_lanes(lanes(t, 2 * count), (const bf16 *)(a + i * row) + t));
+    for (int64_t t = 0; column != 1 && t < count; t++)  // to [2 · count, SOME]
+        for (int64_t i = 0; i < rows; i += 16) {
+            __m512i words = _mm512_maskz_loadu_epi32(lanes(i, rows), a + i + t * column);
+            _mm512_store_ps(to + 2 * t * SOME + i, low_halves(words));
+            _mm512_store_ps(to + (2 * t + 1) * SOME + i, high_halves(words));
+        }
+}
+
+// Of `b`: `count` rows of a panel, to [2 · count, PANEL].
+static void widen_panel(const word *b, int64_t ldb, int64_t width, int64_t count, float *to) {
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t j = 0; j < width; j += 16) {
+            __m512i words = _mm512_loadu_si512(b + t * ldb + j);
+            _mm512_store_ps(to + 2 * t * PANEL + j, low_halves(words));
+            _mm512_store_ps(to + (2 * t + 1) * PANEL + j, high_halves(words));
+        }
+}
+#endif
+
+// c[rows, width] (+)= a · b by vectors; b's panels are `next` words apart, its rows `ldb`.
 static void vectors_product(float *c, int64_t ldc, const word *a, int64_t row, int64_t column,
-                            const word *b, int64_t ldb, int64_t next, int64_t count_rows,
-                            int64_t width, int64_t count, int add) {
-    for (int64_t j = 0; j < width; j += PANEL) {
-        const word *part = b + j / PANEL * next;
-        float *to = c + j;
-        int64_t left = (width - j) / 16, i = 0;
-        if (left >= 4) COLUMNS(4);
-        else if (left == 3) COLUMNS(3);
-        else if (left == 2) COLUMNS(2);
-        else COLUMNS(1);
-    }
+                            const word *b, int64_t ldb, int64_t next, int64_t rows, int64_t width,
+                            int64_t count, int add) {
+#ifdef MULTIPLY_ADD
+    float left[SOME * 2 * DEEP] __attribute__((aligned(64)));
+    float right[2 * DEEP * PANEL] __attribute__((aligned(64)));
+    int64_t left_row = column == 1 ? 2 * DEEP : 1, left_column = column == 1 ? 1 : SOME;
+    for (int64_t i = 0; i < rows; i += SOME)
+        for (int64_t t = 0; t < count; t += DEEP) {
+            int64_t some = least(SOME, rows - i), deep = least(DEEP, count - t);
+            widen_rows(a + i * row + t * column, row, column, some, deep, left);
+            for (int64_t j = 0; j < width; j += PANEL) {
+                int64_t wide = least(PANEL, width - j);
+                widen_panel(b + j / PANEL * next + t * ldb, ldb, wide, deep, right);
+                panel_product(c + i * ldc + j, ldc, left, left_row, left_column, right, PANEL, some,
+                              wide, 2 * deep, add || t);
+            }
+        }
+#else
+    for (int64_t j = 0; j < width; j += PANEL)
+        panel_product(c + j, ldc, a, row, column, b + j / PANEL * next, ldb, rows,
+                      least(PANEL, width - j), count, add);
+#endif
 }
 
 #ifdef TILES
-#define BEGIN_TILES begin_tiles();
 // The same of whole tiles: all columns, `rows` and `count` multiples of 16.
 static void tiles_product(float *c, int64_t ldc, const word *a, int64_t row, int64_t column,
                           const word *b, int64_t ldb, int64_t next, int64_t rows, int64_t width,
@@ -136,8 +164,6 @@ static void tiles_product(float *c, int64_t ldc, const word *a, int64_t row, int
         }
     }
 }
-#else
-#define BEGIN_TILES
 #endif
 
 // The same by the fastest instructions there are: tiles, and vectors for what fills none.
@@ -175,8 +201,6 @@ static void pair_rows(const bf16 *m, int64_t width, int64_t from, int64_t to, wo
             _mm512_storeu_si512(out + c, below(a, b));
         }
 }
-
-INLINE int64_t upto(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
 // A matrix m [rows, width] as panels, a row below the next, and zeros up to a multiple of 16 rows. As
 // in the functions that follow, the threads share the work, and don't wait for each other at its end.

@@ -32,6 +32,12 @@ static char *lay_out(const Model *m, int64_t rows, int64_t columns, int64_t thre
     t->row = (int64_t *)take(&at, 8 * rows);
     t->score_stride = (columns + 63) & ~15LL;
     t->scores = (float *)take(&at, 4 * threads * 2 * t->score_stride);
+#ifdef TILES
+    int64_t widest = m->hidden > m->inner ? m->hidden : m->inner;
+    if (m->heads * m->head_dim > widest) widest = m->heads * m->head_dim;
+    t->turned_stride = upto(widest, 32) / 2 * upto(rows, 16);
+    t->turned = (uint32_t *)take(&at, 4 * threads * t->turned_stride);
+#endif
     return at;
 }
 
@@ -51,6 +57,8 @@ static void run(const Model *m, const Step *s, const Scratch *t, int64_t live, i
     int64_t alone = s->by_rows, keys = m->kv_heads * m->head_dim, queries = m->heads * m->head_dim;
     Span own = share(live, alone ? 4 : 1, me, threads), rows = alone ? own : (Span){0, live};
     float *scores = t->scores + me * 2 * t->score_stride;
+    word *turned = t->turned + me * t->turned_stride;
+    BEGIN_TILES
 #define COLUMNS(count) (alone ? (Span){0, count} : share(count, 32, me, threads))
 #define MEET                  \
     if (!alone) {             \
@@ -63,25 +71,30 @@ static void run(const Model *m, const Step *s, const Scratch *t, int64_t live, i
         const Layer *l = m->layers + i;
         norms(m, l->input_norm, t, own);
         MEET
-        project(t->h, m->hidden, l->q, l->q_bias, t->q, queries, rows, COLUMNS(queries));
-        project(t->h, m->hidden, l->k, l->k_bias, t->k, keys, rows, COLUMNS(keys));
-        project(t->h, m->hidden, l->v, l->v_bias, t->v, keys, rows, COLUMNS(keys));
+        turn(t->h, m->hidden, rows, turned);
+        linear(turned, t->h, m->hidden, l->q, l->q_bias, t->q, queries, rows, COLUMNS(queries), 0);
+        linear(turned, t->h, m->hidden, l->k, l->k_bias, t->k, keys, rows, COLUMNS(keys), 0);
+        linear(turned, t->h, m->hidden, l->v, l->v_bias, t->v, keys, rows, COLUMNS(keys), 0);
         MEET
         attention(m, s, t, i, own, scores);
         MEET
-        add_projected(t->a, queries, l->o, l->o_bias, t->x, m->hidden, rows, COLUMNS(m->hidden));
+        turn(t->a, queries, rows, turned);
+        linear(turned, t->a, queries, l->o, l->o_bias, t->x, m->hidden, rows, COLUMNS(m->hidden), 1);
         MEET
         norms(m, l->post_norm, t, own);
         MEET
-        gate_up(m, l, t, rows, COLUMNS(m->inner));
+        turn(t->h, m->hidden, rows, turned);
+        gate_up(m, l, t, turned, rows, COLUMNS(m->inner));
         MEET
-        add_projected(t->gated, m->inner, l->down, l->down_bias, t->x, m->hidden, rows,
-                      COLUMNS(m->hidden));
+        turn(t->gated, m->inner, rows, turned);
+        linear(turned, t->gated, m->inner, l->down, l->down_bias, t->x, m->hidden, rows,
+               COLUMNS(m->hidden), 1);
         MEET
     }
     norms(m, m->norm, t, own);
     MEET
-    logits(m, s, t, rows, COLUMNS(m->vocabulary));
+    turn(t->h, m->hidden, rows, turned);
+    logits(m, s, t, turned, rows, COLUMNS(m->vocabulary));
 }
 
 // Feed one token to each live row; the logits of finished rows are 0.

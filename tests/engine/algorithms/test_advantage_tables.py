@@ -123,6 +123,18 @@ def test_gdpo() -> None:
         get_advantage("gdpo")(inputs, gdpo_reward_weights=[1.0])
 
 
+def test_a_component_that_doesn_t_apply_adds_nothing_to_gdpo() -> None:
+    components = torch.tensor([[1, 3], [0, NAN], [0.5, 1], [2, NAN], [0, 9]], dtype=torch.float64)
+    inputs = AdvantageInputs(REWARDS, MASK, GROUPS, reward_components=components)
+    # The second: (3 − 2)/√2 and its opposite; a row that is alone with it in its group gets 0.
+    second = [1 / math.sqrt(2), 0, -1 / math.sqrt(2), 0, 0]
+    first = [1, -1, 0, 1 / ROOT2, -1 / ROOT2]
+    rows = [a + b for a, b in zip(first, second, strict=True)]
+    tokens = [x for x, n in zip(rows, [3, 2, 2, 2, 1], strict=True) for _ in range(n)]
+    mean, deviation = statistics.fmean(tokens), statistics.stdev(tokens)
+    _check("gdpo", [(x - mean) / deviation for x in rows], inputs)
+
+
 def test_gae_carries_over_a_tool_turn() -> None:
     values = torch.tensor([[0.2, 0.4, 0.6], [0.2, NAN, 0.6]], dtype=torch.float64)
     inputs = AdvantageInputs(REWARDS[:2], MASK[:2], GROUPS[:2], values=values)

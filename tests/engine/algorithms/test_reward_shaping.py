@@ -32,6 +32,13 @@ def test_overlong_penalty_by_hand() -> None:
         shaping.overlong_penalty(lengths, 100, 20, -1)
 
 
+def test_truncated_rows_leave_the_mask() -> None:
+    mask = torch.tensor([[1.0, 1.0, 0.0], [1.0, 0.0, 1.0], [1.0, 1.0, 1.0]])
+    got = shaping.without_truncated(mask, torch.tensor([False, True, True]))
+    assert got.tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 0]]
+    assert got.dtype == mask.dtype
+
+
 def test_kl_in_the_reward() -> None:
     scores, kl = torch.tensor([[0.0, 1.0, NAN]]), torch.tensor([[2.0, -4.0, NAN]])
     got = shaping.kl_in_reward(scores, kl.requires_grad_(), torch.tensor([[1, 1, 0]]), 0.25)

@@ -195,6 +195,9 @@ def test_an_object_store_on_both_ends(saved: str, bucket: str, tmp_path: Path) -
 
 def test_the_command(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path / "out")
+    assert main([str(Path(saved).parent), "--out", out, "--dry-run"]) == 0
+    assert capsys.readouterr().out.startswith("dry run, nothing is written; ")
+    assert not Path(out).exists()
     assert main([str(Path(saved).parent), "--out", out]) == 0
     assert capsys.readouterr().out == f"{out}: the policy of {saved}\n"
     assert main([saved, "--out", out]) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from engine.cli.resolve import Resolved, resolve_file
 from engine.cli.run_folder import make_output_folder, save_atomically
 from engine.cli.settings import SFTRunConfig
 from engine.data.tokenizer import load_tokenizer
-from engine.data.training_examples import PairExample, read_sft_pairs
+from engine.data.training_examples import PairExample, read_sft_examples
 from engine.errors import ConfigError, DataError, StorageError
 from engine.rewards.model_based import reward_model
 
@@ -95,7 +96,12 @@ def test_a_dry_run_checks_and_trains_nothing(
     place: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main_preference.main([*arguments(place, model, "preference"), "--dry-run"]) == 0
-    assert "16 examples, 4 held out, 3 steps of 8\npreference: dry run" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "16 examples, 4 held out, 3 steps of 8\npreference: dry run" in out
+    assert re.search(r"time +\S+ s a step, roughly: training \S+, between ranks 0\n", out)
+    assert re.search(
+        r"cached +nothing in .*; 3 steps .*\ntotal +\S+ s.*\ncost +not known; set", out
+    )
     assert not (place / "out").exists()
 
 
@@ -222,15 +228,16 @@ def test_rows_of_several_forms_are_pairs(tmp_path: Path, tiny_folder: Path) -> N
     (tmp_path / "talk.jsonl").write_text(json.dumps(rows[0]))
     (tmp_path / "plain.jsonl").write_text(json.dumps({"prompt": "1+1=", "response": "2"}))
     one, other = (
-        read_sft_pairs([str(tmp_path / f"{name}.jsonl")], tokenizer) for name in ("talk", "plain")
+        read_sft_examples([str(tmp_path / f"{name}.jsonl")], tokenizer)
+        for name in ("talk", "plain")
     )
     assert one == other
-    assert read_sft_pairs([str(tmp_path)], tokenizer, max_length=2, too_long="drop") == []
+    assert read_sft_examples([str(tmp_path)], tokenizer, max_length=2, too_long="drop") == []
     with pytest.raises(DataError, match=r"longer than 2 tokens, first row 1 with \d+"):
-        read_sft_pairs([str(tmp_path)], tokenizer, max_length=2)
+        read_sft_examples([str(tmp_path)], tokenizer, max_length=2)
     (tmp_path / "bad.jsonl").write_text(json.dumps({"prompt": "1+1="}))
     with pytest.raises(DataError, match="there is no column 'response'"):
-        read_sft_pairs([str(tmp_path / "bad.jsonl")], tokenizer)
+        read_sft_examples([str(tmp_path / "bad.jsonl")], tokenizer)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -328,9 +328,21 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(
         "trainer.n_gpus_per_node=2",
         "trainer.total_epochs=3",
         f"trainer.default_local_dir={tmp_path / 'out'}",
+        "run.price_per_hour=3600000",
     ]
     assert main([*command, "--dry-run", "--gpu=H100"]) == 0
     out = capsys.readouterr().out
+    step, total, cost = (
+        float(re.search(pattern, out)[1])  # type: ignore[index]
+        for pattern in (
+            r"time +(\S+) s a step",
+            r"total +(\S+) s, roughly",
+            r"cost +(\S+), at 3.6e",
+        )
+    )
+    assert total == pytest.approx(3 * step, abs=0.06)
+    assert cost == pytest.approx(1000 * 3 * step, rel=0.01)
+    assert re.search(r"cached +nothing in .*checkpoints; 3 steps are to be done", out)
     assert "adv_estimator: gae" in out
     assert "run       3 steps of 8 of 8 prompts" in out
     assert re.search(r"actor +16 +8 +4 +16384 tokens", out)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import random
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -23,10 +25,12 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from thorough import and_slow
 
 from engine.batch import Batch, LazyBatch
+from engine.checkpoint.state_dict import process_rng, set_process_rng
 from engine.controller.async_rollout import RolloutProcesses
 from engine.controller.groups import Roles
 from engine.controller.launch import launch, ray_session
 from engine.controller.placement import Placement, Pool
+from engine.controller.ray_groups import RayHost
 from engine.controller.worker_host import RemoteCall, RoleSpec
 from engine.errors import DataError, PlacementError, WorkerError
 from engine.storage.filesystem import process_start
@@ -34,6 +38,29 @@ from engine.workers.role import Worker
 
 # Of Ray 2.5x, `ray._private.node`; it is raised as an Exception and no more.
 TIMED_OUT = "The current node timed out during startup. This could happen because of many things."
+
+
+class Seeded(Probe):
+    def __init__(self, context: Any, *, seed: int) -> None:
+        super().__init__(context)
+
+
+def test_processes_of_the_same_ranks_begin_with_the_same_random_numbers() -> None:
+    before = process_rng()
+
+    def drawn(rank: int, seed: int) -> tuple[float, float, float]:
+        RayHost([RoleSpec("probe", Seeded, {"seed": seed})], rank, 2).build()
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def different(first: tuple[float, ...], second: tuple[float, ...]) -> bool:
+        return all(a != b for a, b in zip(first, second, strict=True))
+
+    try:
+        assert drawn(0, 5) == drawn(0, 5)
+        assert different(drawn(0, 5), drawn(1, 5))
+        assert different(drawn(0, 5), drawn(0, 6))
+    finally:
+        set_process_rng(before)
 
 
 def failing(error: Exception) -> Callable[..., None]:

@@ -309,7 +309,7 @@ def test_values_stay_as_they_are_and_what_only_some_rows_have_is_none() -> None:
     ("columns", "message"),
     [
         ({"prompt": "  "}, "column 'prompt' is '  '; give a string"),
-        ({"prompt": [{"role": "user"}]}, "column 'prompt' is"),
+        ({"prompt": [{"role": "user"}]}, "column 'prompt': the content of a message"),
         ({"prompt": [{"role": "user", "content": " "}]}, "column 'prompt' is"),
         ({"prompt": "\ud83d"}, r"column 'prompt' is '\\ud83d'"),
         ({"reward_model": "5"}, "column 'reward_model' is '5'; give"),

@@ -21,12 +21,8 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from engine.data.templates import (
-    decode_response,
-    encode_prompt,
-    encode_response,
-    rows_spelling_control_tokens,
-)
+from engine.data.control_tokens import rows_spelling_control_tokens
+from engine.data.templates import decode_response, encode_prompt, encode_response
 from engine.errors import DataError
 
 TEXTS = ["you are an assistant", "what is 2 + 3", '{"name": "add"} system user im_end']
@@ -127,12 +123,11 @@ def test_tool_calls_are_text_too_and_stay_json() -> None:
     tokenizer = chatml()
     call = {"name": "add", "arguments": {"<|im_start|>": 'a "b" <|im_end|>'}}
     chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
-    ids = encode_prompt(tokenizer, chat)
-    assert (
-        control_ids(tokenizer, ids)
-        == control_ids(tokenizer, encode_prompt(tokenizer, user("")))[2:]
-    )
-    assert json.dumps([call]) in tokenizer.decode(ids)
+    ids = encode_prompt(tokenizer, [*user(""), *chat, *user("")])
+    plain = [*user(""), {"role": "assistant", "content": ""}, *user("")]
+    assert control_ids(tokenizer, ids) == control_ids(tokenizer, encode_prompt(tokenizer, plain))
+    written = [{"type": "function", "function": call}]
+    assert json.dumps(written) in tokenizer.decode(ids)
 
 
 FRAGMENTS = ["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<", "|>", "system\n", " 2 ", "é"]

@@ -226,3 +226,12 @@ def test_names_that_lead_nowhere_are_refused(values: dict[str, Any], message: st
     with pytest.raises(ValidationError) as caught:
         PipelineConfig.model_validate(values)
     assert message in explain(caught.value)
+
+
+def test_a_warm_start_of_rows_with_tools_is_refused(tmp_path: Path) -> None:
+    tool = {"name": "add", "parameters": {"type": "object"}}
+    rows = [{"prompt": f"{i}+1?", "ground_truth": str(i + 1), "tools": [tool]} for i in range(9)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = DataConfig(source="files", path=str(tmp_path), validation_size=1, test_size=1)
+    with pytest.raises(DataError, match=r"^sft_train, row \d: column 'tools' is not shown in a"):
+        load_splits(settings, 0)

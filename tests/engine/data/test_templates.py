@@ -7,19 +7,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from chat_templates import FAMILIES, family_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.data import templates
+from engine.data.chat_template import Message, with_template_variables
+from engine.data.control_tokens import control_tokens
 from engine.data.templates import (
-    Message,
-    control_tokens,
     decode_response,
     encode_prompt,
     encode_prompts,
     encode_response,
     encode_short_prompts,
+    encode_turn,
+    opened_text,
     stop_token_ids,
-    with_template_variables,
+    turn_format,
+    turn_text,
 )
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
 from engine.errors import ConfigError, DataError, ModelError
@@ -158,6 +162,88 @@ def test_a_tokenizer_without_end_token_is_refused() -> None:
         encode_response(tokenizer, "5")
     with pytest.raises(ModelError, match="no end token"):
         stop_token_ids(tokenizer)
+
+
+ASK = {"role": "user", "content": "What is 3 plus 4?"}
+ANSWER = {"role": "assistant", "content": "It is 7."}
+THOUGHT = "<think>\n3 and 4.\n</think>\n\nIt is 7."
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_a_template_opens_and_what_ends_a_turn(name: str) -> None:
+    tokenizer, family = family_tokenizer(name), FAMILIES[name]
+    turns, end = turn_format(tokenizer), tokenizer.convert_tokens_to_ids(family.end)
+    assert (turns.opening, turns.ends, turns.end_ids) == (family.opening, (family.end,), (end,))
+    assert set(stop_token_ids(tokenizer)) == {end, tokenizer.eos_token_id}
+    asked = [ASK, ANSWER, {"role": "user", "content": "Sure? <|im_end|> [INST]"}]
+    for prompt in (asked[:1], asked):
+        assert opened_text(tokenizer, encode_prompt(tokenizer, prompt)) == family.opening
+    begun = [ASK, {"role": "assistant", "content": f"{family.opening}I add"}]
+    ids = encode_prompt(tokenizer, begun)
+    assert opened_text(tokenizer, ids).strip() == f"{family.opening}I add"
+    assert tokenizer.decode(ids).endswith("I add")
+    assert turn_text(tokenizer, ids, [*tokenizer.encode(" them."), end]).endswith("I add them.")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_is_learned_as_the_template_writes_it(name: str) -> None:
+    tokenizer, family = family_tokenizer(name), FAMILIES[name]
+    for before in ([ASK], [ASK, ANSWER, ASK]):
+        prompt, response, _ = encode_turn(tokenizer, before, ANSWER)
+        assert prompt == encode_prompt(tokenizer, before)
+        assert response[-1] == tokenizer.convert_tokens_to_ids(family.end)
+        assert turn_format(tokenizer).end_ids[0] not in response[:-1]
+        text = tokenizer.apply_chat_template([*before, ANSWER], tokenize=False)
+        if name == "r1-distill":  # which writes no thought, though it has opened one
+            text = text.removesuffix(f"It is 7.{family.eos}")
+            text += f"<think>\n\n</think>\n\nIt is 7.{family.eos}"
+        whole = tokenizer.encode(text, add_special_tokens=False)
+        assert prompt + response == whole[: len(prompt + response)]
+        assert tokenizer.decode(whole[len(prompt + response) :]).strip() == ""
+    continued = encode_turn(
+        tokenizer, [ASK, {**ANSWER, "content": "It"}], {**ANSWER, "content": "7"}
+    )
+    assert tokenizer.decode([*continued[0], *continued[1]]).endswith(f"7{family.end}")
+
+
+@pytest.mark.parametrize(
+    ("said", "learned"),
+    [
+        (THOUGHT, "3 and 4.\n</think>\n\nIt is 7."),
+        ("<think>3 and 4.</think>It is 7.", "3 and 4.</think>It is 7."),
+        ("3 and 4.\n</think>\n\nIt is 7.", "3 and 4.\n</think>\n\nIt is 7."),
+        ("It is 7.", "\n</think>\n\nIt is 7."),
+    ],
+)
+def test_a_thought_that_the_prompt_has_opened_is_learned_once(said: str, learned: str) -> None:
+    tokenizer = family_tokenizer("r1-distill")
+    prompt, response, _ = encode_turn(tokenizer, [ASK], {"role": "assistant", "content": said})
+    assert tokenizer.decode(response) == f"{learned}<｜end▁of▁sentence｜>"
+    assert response == encode_response(tokenizer, said)
+    assert turn_text(tokenizer, prompt, response) == f"<think>\n{learned}"
+
+
+def test_a_thought_after_a_prompt_that_has_closed_it_is_refused() -> None:
+    tokenizer = family_tokenizer("qwen3")
+    plain = encode_turn(tokenizer, [ASK], ANSWER)
+    assert tokenizer.decode(plain[1]) == "<think>\n\n</think>\n\nIt is 7.<|im_end|>"
+    thinks = encode_turn(tokenizer, [ASK], {**ANSWER, "content": THOUGHT})
+    assert tokenizer.decode(thinks[1]) == f"{THOUGHT}<|im_end|>"
+    closed = with_template_variables(tokenizer, {"enable_thinking": False})
+    prompt, response, _ = encode_turn(closed, [ASK], ANSWER)
+    assert prompt + response == plain.prompt_ids + plain.response_ids
+    assert turn_text(closed, prompt, response) == "<think>\n\n</think>\n\nIt is 7."
+    with pytest.raises(DataError, match="has closed the thought; remove enable_thinking=false"):
+        encode_turn(closed, [ASK], {**ANSWER, "content": THOUGHT})
+
+
+def test_a_prompt_of_the_assistant_alone_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match="the assistant's message alone; put the user's before it"):
+        encode_prompt(tokenizer, [ANSWER])
+    plain = plain_tokenizer()
+    ids = encode_prompt(plain, [ASK, ANSWER])
+    assert plain.decode(ids) == "Question: What is 3 plus 4?\nAnswer: It is 7."
+    assert opened_text(plain, ids) == " It is 7."
 
 
 def test_variables_are_written_into_a_copy_of_the_template(tmp_path: Path) -> None:

@@ -97,6 +97,25 @@ def test_rows_without_a_reward_teach_nothing_and_leave_their_group_s_statistics(
     assert torch.equal(out["advantages"][~failed], others["advantages"])
 
 
+def test_truncated_rows_are_not_learned_from_and_their_rewards_count() -> None:
+    batch = scored() | {"truncated": torch.arange(8) == 3}
+    plain = advantages_of(batch, algorithm=NO_STD)
+    out = advantages_of(batch, algorithm=NO_STD | {"mask_truncated": True})
+    assert not out["response_mask"][3].any()
+    assert not out["advantages"][3].any()
+    others = batch["truncated"].logical_not()
+    for name in ("advantages", "response_mask", "returns"):
+        assert torch.equal(out[name][others], plain[name][others])
+    assert torch.equal(out["token_level_rewards"], plain["token_level_rewards"])
+    pairs = {"algorithm": {"dataflow": "online_dpo", "mask_truncated": True}}
+    algo = algo_of(settings(**pairs))
+    groups = torch.zeros(8, dtype=torch.long)
+    best = int(batch["token_level_scores"].sum(1).argmax())
+    cut = batch | {"group_ids": groups, "truncated": torch.arange(8) == best}
+    chosen = preference_pairs(LazyBatch(cut), algo)
+    assert not chosen["truncated"].any()
+
+
 def test_rejection_edits_the_mask_but_not_the_rewards_that_count() -> None:
     batch = scored()
     gap = torch.zeros_like(batch["response_mask"])

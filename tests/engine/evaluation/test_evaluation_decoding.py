@@ -55,14 +55,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 ENVIRONMENT = RewardConfig.model_validate("environment")
 
 
-STATISTICS = Statistics(2, 0.95, 200, 0)
+STATISTICS = Statistics(2, 0.95, 0)
 
 
 def settings(environment: str = "digit_games:DigitGame", **changes: Any) -> EvaluateConfig:
     values: dict[str, Any] = {
         "k": 2,
         "samples": 2,
-        "bootstrap_samples": 100,
         "reward": "environment",
         "multi_turn": {"enable": True, "max_turn_length": 5},
         "agent": {"environment": environment, "num_workers": 0},

@@ -15,7 +15,7 @@ from engine.evaluation.summary import Statistics, compare_sets, summarise
 
 VOID = {"meta", "col"}
 
-STATISTICS = Statistics(2, 0.95, 300, 0)
+STATISTICS = Statistics(2, 0.95, 0)
 
 
 class Page(HTMLParser):

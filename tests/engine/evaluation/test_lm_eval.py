@@ -23,6 +23,7 @@ from engine.evaluation.lm_eval import (
     run_lm_eval,
     to_json,
 )
+from engine.evaluation.metrics import wilson_interval
 
 PYTHON = os.environ.get("HYBRIDFLYTE_LM_EVAL_PYTHON", "")  # one that has lm_eval
 RESULTS = {
@@ -47,7 +48,13 @@ def test_the_harnesss_figures_are_taken_over_with_their_errors() -> None:
     ]
     interval = ACC.interval(0.95)
     assert interval is not None
-    assert (interval.low, interval.high) == pytest.approx((0.554, 0.946), abs=1e-3)
+    assert interval == wilson_interval(0.75, 20, 0.95)
+    all_right = HarnessScore("t", "acc", 1.0, 0.0, "", 5).interval(0.95)
+    assert all_right is not None
+    assert all_right.low == pytest.approx(0.566, abs=1e-3), "though its standard error is 0"
+    perplexity = HarnessScore("t", "word_perplexity", 31.5, 2.0, "", 20).interval(0.95)
+    assert perplexity is not None
+    assert (perplexity.low, perplexity.high) == pytest.approx((27.58, 35.42), abs=1e-2)
     assert HarnessScore("t", "m", 1.0, None, "", None).interval(0.95) is None
 
 

@@ -136,12 +136,12 @@ def test_a_layer_of_one_shape_is_measured_once(own_folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def emulated_tiles() -> object:
-    """The compiled loops with AMX's instructions written out in C."""
+def variants() -> dict[str, object]:
+    """The compiled loops by what multiplies; AMX's instructions are written out in C."""
     header = Path(__file__).with_name("emulated_tiles.h")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_TILES", ["-DTILES", "-include", str(header)])
-        return training_ops._load(tiles=True)
+        patch.setitem(kernels._VARIANTS, "AMX", ["-DTILES", "-include", str(header)])
+        return {name: training_ops._load.__wrapped__(name) for name in kernels._VARIANTS}
 
 
 def _all_products(draw: torch.Generator, rows: int, hidden: int, inner: int) -> list[Tensor]:
@@ -177,19 +177,23 @@ def _all_products(draw: torch.Generator, rows: int, hidden: int, inner: int) -> 
     inner=st.integers(1, 14).map(lambda n: 16 * n),
     threads=st.integers(1, 2),
 )
-def test_tiles_compute_what_vectors_do(
-    emulated_tiles: object, rows: int, hidden: int, inner: int, threads: int
+def test_all_instructions_compute_the_same(
+    variants: dict[str, object], rows: int, hidden: int, inner: int, threads: int
 ) -> None:
-    before = torch.get_num_threads()
+    before, results = torch.get_num_threads(), {}
     torch.set_num_threads(threads)
     try:
-        vectors = _all_products(torch.Generator().manual_seed(rows), rows, hidden, inner)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(training_ops, "library", lambda: emulated_tiles)
-            patch.setattr(attention, "library", lambda: emulated_tiles)
-            tiles = _all_products(torch.Generator().manual_seed(rows), rows, hidden, inner)
+        for name, functions in variants.items():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(training_ops, "library", lambda functions=functions: functions)
+                patch.setattr(attention, "library", lambda functions=functions: functions)
+                draw = torch.Generator().manual_seed(rows)
+                results[name] = _all_products(draw, rows, hidden, inner)
     finally:
         torch.set_num_threads(before)
-    for expected, result in zip(vectors, tiles, strict=True):
-        distance = (result.float() - expected.float()).norm()
-        assert distance <= 0.01 * expected.float().norm() + 1e-6, (expected.shape, float(distance))
+    vectors = results.pop("AVX512-BF16")
+    for name, others in results.items():
+        for expected, result in zip(vectors, others, strict=True):
+            distance = (result.float() - expected.float()).norm()
+            limit = 0.01 * expected.float().norm() + 1e-6
+            assert distance <= limit, (name, expected.shape, float(distance))

@@ -57,6 +57,29 @@ def test_control_sequences_of_a_manifest_are_not_sent_to_the_terminal(run: Run, 
     assert "\x1b" not in capsys.readouterr().out
 
 
+def test_a_pair_of_keys_and_what_they_signed(
+    run: Run, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["keygen", "key.pem"]) == 0
+    printed = capsys.readouterr().out
+    assert main(["keygen", "key.pem"]) == 1
+    assert "name a file that is not there" in capsys.readouterr().err
+    for line in printed.splitlines():
+        name, _, value = line.removeprefix("export ").partition("#")[0].strip().partition("=")
+        monkeypatch.setenv(name, value)
+    assert main(["verify", str(run.rl), "--require-signatures"]) == 1
+    shown = capsys.readouterr().err
+    assert [shown.count(f"{kind} ") > 0 for kind in ("dataset", "sft", "rl")] == [True] * 3
+    assert shown.count("is not signed") == 3
+    signed = make_run(tmp_path)
+    assert main(["verify", str(signed.rl), "--require-signatures"]) == 0
+    assert main(["show", str(signed.rl)]) == 0
+    assert "signed by " in capsys.readouterr().out
+    edit(signed.sft, metrics={"validation_loss": 0.0})
+    assert main(["verify", str(signed.sft)]) == 1, "a signature that is there must hold"
+    assert "the manifest was edited" in capsys.readouterr().err
+
+
 def test_show_as_json(run: Run, capsys) -> None:
     assert main(["show", str(run.rl), "--json"]) == 0
     values = json.loads(capsys.readouterr().out)

@@ -283,6 +283,8 @@ def test_the_command_writes_a_folder_or_nothing(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "new" / "student"
+    assert main([str(tiny_folder), "--layers", "0", "--out", str(out), "--dry-run"]) == 0
+    assert not out.exists()
     assert main([str(tiny_folder), "--layers", "0", "--out", str(out)]) == 0
     student, teacher = load_model(out), load_model(tiny_folder)
     assert f"{student.num_parameters():,} parameters of the teacher's" in capsys.readouterr().out

@@ -31,6 +31,8 @@ def made(tmp_path: Path) -> Path:
 
 def test_what_is_there_stays_as_it_is(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path.name: path.stat().st_mtime_ns for path in made.iterdir()}
+    assert main(["--out", str(made), "--dry-run"]) == 0
+    assert "is there, nothing to do" in capsys.readouterr().out
     assert main(["--out", str(made)]) == 0
     assert "there already" in capsys.readouterr().out
     assert {path.name: path.stat().st_mtime_ns for path in made.iterdir()} == before

@@ -130,6 +130,8 @@ def test_rollback_goes_back_step_by_step_and_ends_at_the_first(
         champions.rollback("why", expected="2")
     with pytest.raises(TrackingError, match="has no models:/"):
         champions.rollback("why", to="9")
+    planned = champions.rollback("a", expected="3", dry_run=True)
+    assert (planned.version, points_to()) == ("2", "3")
     assert champions.rollback("a", expected="3").version == "2"
     assert champions.rollback("a", expected="3").number == 4  # the same words: done already
     assert champions.rollback("b").version == "1"

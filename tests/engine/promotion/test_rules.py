@@ -15,10 +15,11 @@ from engine.config import ContaminationConfig, GuardConfig, PromoteConfig
 from engine.errors import DataError
 from engine.evaluation.metrics import Interval
 from engine.promotion.gate import share_trained_on, trained_on
-from engine.promotion.rules import Measurements, decide, decide_on_sets
+from engine.promotion.rules import Measurements, decide, decide_on_sets, with_reward_audit
 
 GUARD = GuardConfig(data_source="gsm8k", tolerance=0.02)
 RULES = PromoteConfig(
+    minimum_problems=500,
     minimum_gain=0.1,
     minimum_score=0.3,
     guards=(GUARD,),
@@ -29,6 +30,7 @@ RULES = PromoteConfig(
 )
 GOOD = Measurements(
     against="champion",
+    problems=500,
     gain=Interval(0.3, 0.2, 0.4),
     score=Interval(0.5, 0.4, 0.6),
     guards={GUARD.name: Interval(0.0, -0.01, 0.01)},
@@ -38,6 +40,7 @@ GOOD = Measurements(
     approved_by="ada",
 )
 BAD: dict[str, dict[str, Any]] = {
+    "problems": {"problems": 499},
     "gain": {"gain": Interval(0.15, 0.1, 0.2)},  # at the bound is not above it
     "score": {"score": Interval(0.4, 0.29, 0.5)},
     f"guard {GUARD.name}": {"guards": {GUARD.name: Interval(0.0, -0.03, 0.03)}},
@@ -46,7 +49,8 @@ BAD: dict[str, dict[str, Any]] = {
     "contamination": {"contamination": 0.2},
     "approval": {"approved_by": " "},
 }
-FIELDS = ("gain", "score", "kl", "length_ratio", "contamination")
+SCORER = {"scorer": "answer_match", "passed": True, "holes": [], "warnings": []}
+FIELDS = ("problems", "gain", "score", "kl", "length_ratio", "contamination")
 UNIT = st.floats(0, 1)
 
 
@@ -92,7 +96,7 @@ def test_missing_evidence_promotes_nothing(field: str) -> None:
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, True, "0.1"])
 @pytest.mark.parametrize("field", FIELDS)
 def test_what_is_no_number_promotes_nothing(field: str, number: Any) -> None:
-    value = number if field in ("kl", "contamination") else Interval(number, 0.2, 0.3)
+    value = number if field in ("problems", "kl", "contamination") else Interval(number, 0.2, 0.3)
     decision = decide(replace(GOOD, **{field: value}), RULES)
     assert not decision.promote
     assert "can't be" in decision.reason
@@ -121,7 +125,8 @@ def test_bootstrap_lets_a_first_champion_in_by_the_other_rules_alone() -> None:
 
 def test_rules_that_are_not_set_ask_for_nothing() -> None:
     decision = decide(replace(GOOD, kl=None, length_ratio=None, guards={}), PromoteConfig())
-    assert [outcome.rule for outcome in decision.outcomes] == ["gain", "contamination"]
+    rules = [outcome.rule for outcome in decision.outcomes]
+    assert rules == ["problems", "gain", "contamination"]
 
 
 @given(low=st.floats(-1, 1), width=UNIT, kl=UNIT, ratio=st.floats(0, 3), share=UNIT, drop=UNIT)
@@ -210,3 +215,29 @@ def test_more_training_data_never_hides_a_prompt(
     after = trained_on(test, training + test[:1], ngram, 0.8)
     assert all(a <= b for a, b in zip(before, after, strict=True))
     assert trained_on(test, test, ngram, 1.0) == [True] * len(test)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "passed", "sentence"),
+    [
+        ([SCORER], True, "the scorers passed the reward audit"),
+        ([{**SCORER, "scorer": "other"}, SCORER], True, "the scorers passed the reward audit"),
+        ([{**SCORER, "passed": False, "holes": ["chain"]}], False, "reward audit (chain)"),
+        ([SCORER, {**SCORER, "scorer": "rl", "passed": False}], False, "failed the reward audit"),
+        ([{**SCORER, "scorer": "other"}], False, "records no reward audit of its scorer"),
+        ([], False, "records no reward audit of its scorer"),
+        (None, False, "records no reward audit of its scorer"),
+        ("passed", False, "records no reward audit of its scorer"),
+        ([{**SCORER, "passed": 1}], False, "failed the reward audit"),
+    ],
+)
+def test_the_gate_can_ask_for_the_reward_audit(recorded: Any, passed: bool, sentence: str) -> None:
+    asked = RULES.model_copy(update={"require_reward_audit": True})
+    evaluation = {"scorer": "answer_match", "reward_audit": recorded}
+    decision = with_reward_audit(decide(GOOD, RULES), evaluation, asked)
+    outcome = decision.outcomes[-1]
+    assert (outcome.rule, outcome.passed, decision.promote) == ("reward audit", passed, passed)
+    assert sentence in outcome.sentence
+    assert with_reward_audit(decide(GOOD, RULES), evaluation, RULES).promote
+    refused = decide(replace(GOOD, kl=9.0), RULES)
+    assert not with_reward_audit(refused, evaluation, asked).promote

@@ -86,7 +86,7 @@ def comparison(score: float) -> EvaluationComparison:
     return EvaluationComparison(
         side("warm_start", 0.451), side("rl", score), gain, gain, gain, gain,
         fixed=300, broken=33, problems=512, prompt_digest="0" * 64, k=4, samples=4,
-        confidence=0.95, bootstrap_samples=10000, seed=0,
+        confidence=0.95, seed=0,
     )  # fmt: skip
 
 

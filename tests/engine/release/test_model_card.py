@@ -33,6 +33,8 @@ def registered(tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPat
 
 
 def export(reference: object, to: Path, *more: str) -> ModelCard:
+    assert main([str(reference), "--to", str(to), *more, "--dry-run"]) == 0
+    assert not to.exists()
     assert main([str(reference), "--to", str(to), *more]) == 0
     return ModelCard((to / "README.md").read_text())
 

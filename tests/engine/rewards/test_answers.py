@@ -17,23 +17,25 @@ from engine.config import RewardConfig
 from engine.data.templates import encode_prompt, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, RewardError
+from engine.final_answers import (
+    choice,
+    extract_answer,
+    has_format,
+    last_boxed,
+    normalise_number,
+)
 from engine.models import build_model, load_model, save_model
 from engine.rewards import Scorer, declared_components, open_reward, resolve_reward
 from engine.rewards import score as score_math
 from engine.rewards.answers import (
     answer_and_format,
     answer_match,
-    choice,
     cosine_length,
     exact_match,
-    extract_answer,
-    has_format,
     json_schema,
     json_text,
-    last_boxed,
     math,
     multiple_choice,
-    normalise_number,
     normalised_match,
     regular_expression,
     think_format,
@@ -301,11 +303,11 @@ def test_what_explodes_costs_its_deadline_and_no_other_completion(pool: RewardSc
         ("The answer is (C).", "C"),
         ("Answer: **D**", "D"),
         ("B", "B"),
-        ("(b)", None),
+        ("(b)", "B"),
         ("A or B? Choice B", "B"),
         ("Not A. I'd say C", "C"),
         (r"so \boxed{\text{D}}", "D"),
-        ("I don't know", "I"),
+        ("I don't know", None),
         ("", None),
         ("A" * 1_000_000, None),
     ],

@@ -131,7 +131,6 @@ class Broken:
     [
         ([1.0, math.nan, 0.0], 1),
         ([1.0, 0.0, math.inf], 2),
-        ([None, 0.0, 0.0], 0),
         (["1", 0.0, 0.0], 0),
         ([[1.0], 0.0, 0.0], 0),
         ([10**400, 0.0, 0.0], 0),
@@ -153,11 +152,32 @@ def test_a_wrong_value_costs_its_row_alone(value: Any, row: int) -> None:
 
 
 def test_the_value_and_its_component_are_named() -> None:
-    scores = read_result("r", {"answer": [1.0, 1.0], "format": [0.0, math.nan]}, 2, first_row=7)
+    scores = read_result("r", {"answer": [1.0, 1.0], "format": [0.0, math.nan]}, 2, range(7, 9))
     assert str(scores.failures[1]) == (
-        "reward 'r' returned nan as 'format' for completion 8; it must be a finite float"
+        "reward 'r' returned nan as 'format' for completion 8; it must be a finite float, or "
+        "None where it doesn't apply"
     )
     assert scores.rows == [[1.0, 0.0], [0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("result", "rows", "without"),
+    [
+        ([1.0, None, 0.0], [[1.0], [0.0], [0.0]], [1]),
+        (np.array([1.0, None, 0.0], dtype=object), [[1.0], [0.0], [0.0]], [1]),
+        ({"a": [1.0, None, None], "b": [None, None, 2.0]}, [[1.0, None], [0, 0], [None, 2.0]], [1]),
+        ({"a": [1.0, None, None], "b": [math.nan, None, 2.0]}, [[0, 0], [0, 0], [None, 2.0]], [1]),
+        ([None] * 3, [[0.0]] * 3, [0, 1, 2]),
+    ],
+)
+def test_none_says_that_a_component_doesn_t_apply(
+    result: Any, rows: list[list[float | None]], without: list[int]
+) -> None:
+    scores = read_result("r", result, 3, [5, 6, 7])
+    assert [[None if math.isnan(x) else x for x in row] for row in scores.rows] == rows
+    causes = {row: failure.cause for row, failure in scores.failures.items()}
+    assert {row for row in causes if causes[row] == "not_applicable"} == {*without}
+    assert f"returned None for completion {5 + without[0]}" in str(scores.failures[without[0]])
 
 
 def test_components_become_columns_in_the_order_of_their_keys() -> None:

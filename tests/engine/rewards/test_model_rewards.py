@@ -88,6 +88,18 @@ def test_a_remote_scorer_gets_rows_and_gives_scores(monkeypatch: pytest.MonkeyPa
     assert both["key"] == "Bearer k-1"
 
 
+def test_a_remote_scorer_may_say_that_it_doesn_t_apply() -> None:
+    def some(path: str, content: Any, number: int) -> tuple[int, Any]:
+        return 200, {"scores": [None if text == "?" else 0.5 for text in content["completions"]]}
+
+    with server(some) as (url, _):
+        subject = Scorer(RewardConfig(name="remote", options={"url": url}))
+        found = subject.score(["q"] * 3, ["a", "?", "b"], {"ground_truth": [""] * 3})
+        subject.close()
+    assert {row: why.cause for row, why in found.failures.items()} == {1: "not_applicable"}
+    assert found.rows == [[0.5], [0.0], [0.5]]
+
+
 def test_a_remote_scorer_that_fails_for_a_while_is_asked_again() -> None:
     def shaky(path: str, content: Any, number: int) -> tuple[int, Any]:
         return (503, {}) if number < 3 else lengths(path, content, number)
@@ -160,6 +172,28 @@ def test_a_judge_scores_by_a_rubric_and_asks_once(tmp_path: Path) -> None:
         assert len(requests) == asked, "what the folder has is not asked again"
         assert scores("judge", texts[:1], options | {"scale": [0, 5]}) == [1.0]
         assert len(requests) == asked + 1
+
+
+@pytest.mark.usefixtures("fresh")
+@pytest.mark.parametrize(
+    ("said", "value"),
+    [
+        ("Score: 8", 0.8),
+        ("Score: **8/10**", 0.8),
+        ("Score: 7.5.", 0.75),
+        ("Score: 8. 2 steps are wrong.", 0.8),
+        ("Score: 3\nScore: 8 or 9", None),
+        ("Score: 8-9", None),
+        ("Score: 7,5", None),
+    ],
+)
+def test_a_judge_s_number_is_read_as_a_whole(said: str, value: float | None) -> None:
+    def judging(path: str, content: Any, number: int) -> tuple[int, Any]:
+        return 200, {"choices": [{"message": {"content": said}}]}
+
+    with server(judging) as (url, _):
+        [found] = scores("judge", ["x"], {"url": f"{url}/v1", "model": "m"})
+    assert found == value or (value is None and math.isnan(found))
 
 
 @pytest.mark.usefixtures("fresh")

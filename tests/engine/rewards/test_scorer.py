@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import pytest
 from once import OwnEntries
 
 from engine.config import RewardConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RewardError
 from engine.rewards import Scorer, require_rewards, reward_function, scorer_identity
 from engine.rewards.answers import answer_match
 from engine.rewards.reward_function import declared_components, register_reward, resolve_reward
@@ -103,6 +104,72 @@ def test_a_failure_of_one_part_costs_its_rows_alone(caplog: pytest.LogCaptureFix
         assert subject.correct(scores, [""] * 4) == [False, False, True, False]
     assert "failed for 2 of 4 completions" in caplog.text
     assert len(caplog.records) == 1
+
+
+def maybe(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float | None]:
+    """None for what is no number."""
+    return [float(text) if text.isdigit() else None for text in completions]
+
+
+async def maybe_async(prompts: Any, completions: Any, **columns: Any) -> list[float | None]:
+    return maybe(prompts, completions)
+
+
+def maybe_parts(prompts: Any, completions: Any, **columns: Any) -> dict[str, list[float | None]]:
+    return {
+        "answer": maybe(prompts, completions),
+        "size": maybe(prompts, [t[1:] for t in completions]),
+    }
+
+
+NONE = ["3", "a", "b4"]  # a number, neither, and a number behind a letter
+
+
+@pytest.mark.parametrize("name", ["maybe", "maybe_async"])
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_a_row_to_which_a_reward_doesn_t_apply_has_no_score(
+    name: str, isolation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with scorer(name=f"{HERE}:{name}", isolation=isolation) as subject:
+        scores = subject.score(NONE, NONE, {"ground_truth": [""] * 3})
+        assert {row: why.cause for row, why in scores.failures.items()} == dict.fromkeys(
+            [1, 2], "not_applicable"
+        )
+        assert (scores.rows[0], subject.totals(scores)) == ([3.0], [3.0, 0.0, 0.0])
+        assert "2 of 3 completions (not_applicable 2), which are left out" in caplog.text
+        with pytest.raises(RewardError, match="returned None for completion 11, and nothing else"):
+            subject.score(NONE, NONE, {"ground_truth": [""] * 3}, "fail", first_row=10)
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_where_one_component_doesn_t_apply_the_others_count(isolation: str) -> None:
+    settings = {"components": {"letters": f"{HERE}:letters"}, "weights": {"size": 10}}
+    with scorer(name=f"{HERE}:maybe_parts", isolation=isolation, **settings) as subject:
+        scores = subject.score(NONE, NONE, {"ground_truth": [""] * 3})
+        rows = [[None if math.isnan(x) else x for x in row] for row in scores.rows]
+        assert scores.components == ("answer", "size", "letters")
+        assert rows == [[3.0, None, None], [None, None, 1.0], [None, 4.0, 1.0]]
+        assert not scores.failures
+        assert subject.totals(scores) == [3.0, 1.0, 41.0]
+        assert subject.correct(scores, [""] * 3) == [True, False, False], "not by the total"
+
+
+def letters(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float | None]:
+    return [float(sum(map(str.isalpha, text))) or None for text in completions]
+
+
+def test_rows_are_named_by_their_place_in_the_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """Of a source, in a pool, after a call on all rows has failed, and in a part of a batch."""
+    texts, truths = ["B", "#### 4", "#### 4", r"\boxed{4}"], ["B", "4", "x", ""]
+    columns = {"data_source": ["mmlu", "gsm8k", "gsm8k", "math"], "ground_truth": truths}
+    sources = {"mmlu": "multiple_choice", "math": "math"}
+    with scorer(sources=sources) as subject:
+        scores = subject.score(texts, texts, columns, first_row=100)
+        found = {row: str(failure) for row, failure in scores.failures.items()}
+        assert found.keys() == {2, 3}
+        assert found[2].startswith("row 102: ground_truth is 'x'")
+        assert found[3].startswith("row 103: ground_truth is ''")
+        assert "first, completion 102: row 102: ground_truth is 'x'" in caplog.text
 
 
 def test_a_shaped_reward_says_what_is_right() -> None:

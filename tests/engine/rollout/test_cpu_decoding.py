@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from thorough import and_slow
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from engine import kernels
 from engine.errors import DivergedRolloutError
 from engine.kernels import choices, decoding_ops
 from engine.kernels.decoding_ops import CpuStep, library
@@ -68,6 +69,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
+@pytest.fixture(params=["AVX512-BF16", "float32's multiply-add", "AMX"])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What multiplies in the steps; AMX's instructions are written out in C."""
+    header = Path(__file__).parents[1] / "kernels/emulated_tiles.h"
+    monkeypatch.setitem(kernels._VARIANTS, "AMX", ["-DTILES", "-include", str(header)])
+    monkeypatch.setattr(decoding_ops, "fastest_products", lambda: request.param)
+    library.cache_clear()
+    yield request.param
+    library.cache_clear()
+
+
 def errors(model: nn.Module, prompts: list[list[int]], done: list[Completion]) -> Tensor:
     """How far the log-probs are from those of `model`'s own forward."""
     found = []
@@ -103,6 +115,7 @@ def test_log_probs_are_as_near_to_the_trainers_as_pytorchs(
 
 
 @compiled
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_the_trainers_forward(name: str, calls: list[int]) -> None:
     model, prompts = MODELS[name]().bfloat16(), make_prompts(6)
@@ -119,6 +132,7 @@ def test_greedy_tokens_are_those_of_the_trainers_forward(name: str, calls: list[
 
 
 @compiled
+@pytest.mark.usefixtures("instructions")
 @pytest.mark.parametrize("shared", [0, 1 << 40], ids=["by columns", "by rows"])
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("name", ["qwen2", "ragged"])

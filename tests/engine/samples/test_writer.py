@@ -75,6 +75,13 @@ def page_steps(folder: Path) -> list[tuple[str, int]]:
     return [(sample["split"], sample["step"]) for sample in data["samples"]]
 
 
+def test_a_component_that_doesn_t_apply_is_recorded_as_nothing() -> None:
+    batch = step_batch({"1+1=": ["2", "3"]}, [1.0, 0.0])
+    batch["reward_components"][1, 1] = math.nan
+    table = as_table(pick(batch, 1, "train", 2), TokenTexts(tokenizer()))
+    assert table["reward.brevity"].to_pylist() == [0.0, None]
+
+
 EXPECTED = ["train_000001", "train_000010", "train_000020", "train_000025"]
 
 

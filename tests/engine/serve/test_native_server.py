@@ -34,10 +34,11 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import LineageError, ModelError, TrackingError
 from engine.serve import Identity, resolve
 from engine.serve.__main__ import main
-from engine.serve.api_server import LARGEST, ApiServer
+from engine.serve.api_server import ApiServer, ServerLimits
 from engine.serve.native_backend import NativeBackend
 from engine.storage.artifacts import read_manifest
 from engine.storage.digests import tree_digest
+from engine.storage.signatures import SIGNING_VARIABLE, new_key
 from engine.tracking import Tracker
 
 IDENTITY = Identity("tiny", "models:/tiny@champion", "3", "d" * 64, "e" * 64)
@@ -48,7 +49,7 @@ PROMPT = "3+4="
 
 @pytest.fixture(scope="module")
 def server(model_folder: Path) -> Iterator[ApiServer]:
-    running = ApiServer("127.0.0.1", 0, request_timeout=120)
+    running = ApiServer("127.0.0.1", 0, ServerLimits(request_timeout=120))
     running.backend = NativeBackend.load(model_folder, None)
     running.start(IDENTITY)
     yield running
@@ -75,6 +76,21 @@ def refused(url: str, values: Any, path: str = "/v1/completions") -> tuple[int, 
     error = answer.json()["error"]
     assert error["code"] == answer.status_code
     return answer.status_code, error["message"]
+
+
+def test_the_assistants_message_is_continued_only_where_that_is_asked_for(url: str) -> None:
+    chat = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "7"}]
+    values: dict[str, Any] = {"messages": chat, "max_tokens": 1, "temperature": 0}
+    for changes in ({}, {"messages": chat[:1], "continue_final_message": True}):
+        status, why = refused(url, values | changes, "/v1/chat/completions")
+        assert status == 400
+        assert "set continue_final_message=true for that" in why
+    asked = values | {"continue_final_message": True}
+    answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=120).json()
+    plain = httpx.post(
+        f"{url}/v1/chat/completions", json=values | {"messages": chat[:1]}, timeout=120
+    ).json()
+    assert answer["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] + 1
 
 
 def test_health_names_version_and_digest(url: str) -> None:
@@ -243,18 +259,18 @@ def test_wrong_chats_paths_and_bodies_are_refused(url: str) -> None:
     assert httpx.get(f"{url}/v1/completions").status_code == 405
     answer = httpx.post(f"{url}/v1/completions", content=b"{", timeout=30)
     assert (answer.status_code, "not JSON" in answer.text) == (400, True)
-    answer = httpx.post(f"{url}/v1/completions", content=b" " * (LARGEST + 1), timeout=30)
-    assert answer.status_code == 413
+    answer = httpx.post(f"{url}/v1/completions", content=b" " * ((8 << 20) + 1), timeout=30)
+    assert (answer.status_code, "--max-body-mib" in answer.text) == (413, True)
     parts = iter([b'{"max_tokens": 1, "pro', b'mpt": "1+1="}'])  # in chunks, without a length
     assert httpx.post(f"{url}/v1/completions", content=parts, timeout=120).status_code == 200
 
 
 def test_a_request_that_takes_too_long_is_given_up(server: ApiServer, url: str) -> None:
-    before, server.request_timeout = server.request_timeout, 0.0
+    before, server.limits = server.limits, ServerLimits(request_timeout=1e-9)
     try:
         status, message = refused(url, {"prompt": PROMPT, "max_tokens": 100})
     finally:
-        server.request_timeout = before
+        server.limits = before
     assert status == 504
     assert "--request-timeout" in message
     assert texts(complete(url, max_tokens=1, temperature=0))
@@ -268,17 +284,24 @@ class Stuck:
     def __init__(self) -> None:
         self.entered, self.let_go = threading.Event(), threading.Event()
 
-    def generate(self, prompts: object, params: object) -> Any:
+    def stream(self, params: object, max_num_seqs: int) -> Any:
+        return self
+
+    def submit(self, *arguments: object, **options: object) -> None: ...
+
+    def step(self) -> Any:
         self.entered.set()
         self.let_go.wait(60)
         raise RuntimeError("device lost")
 
+    def close(self) -> None: ...
+
 
 @pytest.fixture
 def stuck(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
-    monkeypatch.setattr("engine.serve.api_server.STOP_S", 1)
+    monkeypatch.setattr("engine.openai_api.http_server.STOP_S", 1)
     engine: Any = Stuck()
-    running = ApiServer("127.0.0.1", 0, request_timeout=60)
+    running = ApiServer("127.0.0.1", 0, ServerLimits(request_timeout=60))
     running.backend = NativeBackend(engine, load_tokenizer(model_folder), (), 128, 1 << 20)
     running.start(IDENTITY)
     yield running
@@ -287,7 +310,7 @@ def stuck(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiSe
 
 
 def test_a_request_under_way_is_told_that_the_server_stops(stuck: ApiServer) -> None:
-    url, engine = f"http://127.0.0.1:{stuck.server_port}", backend_of(stuck)._batcher._engine
+    url, engine = f"http://127.0.0.1:{stuck.server_port}", backend_of(stuck)._decoder._engine
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(refused, url, {"prompt": PROMPT})
         assert engine.entered.wait(30)
@@ -301,7 +324,7 @@ def test_a_request_under_way_is_told_that_the_server_stops(stuck: ApiServer) -> 
 
 def test_an_engine_that_fails_is_a_500_and_the_server_goes_on(stuck: ApiServer) -> None:
     url = f"http://127.0.0.1:{stuck.server_port}"
-    backend_of(stuck)._batcher._engine.let_go.set()
+    backend_of(stuck)._decoder._engine.let_go.set()
     for _ in range(2):
         status, message = refused(url, {"prompt": PROMPT})
         assert (status, "its log says why" in message) == (500, True)
@@ -314,7 +337,7 @@ def backend_of(server: ApiServer) -> Any:
 
 
 def test_before_the_model_is_loaded_it_says_so() -> None:
-    server = ApiServer("127.0.0.1", 0, request_timeout=1)
+    server = ApiServer("127.0.0.1", 0, ServerLimits(request_timeout=1))
     server.start(IDENTITY)
     try:
         url = f"http://127.0.0.1:{server.server_port}"
@@ -389,6 +412,16 @@ def test_ctrl_c_while_the_model_is_loaded_is_130(model_folder: Path, tmp_path: P
         assert status == 130
         assert seconds < END_S
     assert log.read_text() == "interrupted; the server has stopped\n"
+
+
+def test_a_dry_run_says_what_would_be_served(
+    model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(model_folder), "--engine", "native", "--port", "0", "--dry-run"]) == 0
+    plan, memory = capsys.readouterr().out.splitlines()
+    assert f"tiny-model, content {tree_digest(model_folder)}, by native at" in plan
+    kv_bytes = 2 * 2 * 1 * 32 * 4  # keys and values, layers, heads, elements, float32
+    assert f"{kv_bytes} bytes a token, 0.00 GiB for 64 sequences of 128 tokens" in memory
 
 
 def test_a_changed_model_is_not_served(
@@ -514,6 +547,22 @@ def test_a_folder_is_held_to_its_manifest(artifact: Path, tmp_path: Path) -> Non
     (artifact / "added.json").write_text("{}")
     with pytest.raises(LineageError, match=r"added\.json is in the folder but not in the manifest"):
         resolve(str(artifact), tmp_path)
+
+
+def test_what_no_key_that_counts_signed_is_not_served(
+    artifact: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = new_key(tmp_path / "key.pem")
+    for reference in (str(artifact), f"models:/{NAME}@champion"):
+        with pytest.raises(LineageError, match=r"is not served: .* is not signed"):
+            resolve(reference, tmp_path / "scratch", trusted={key})
+    with pytest.raises(LineageError, match=r"has no manifest\.json"):
+        resolve(str(model_folder), tmp_path, trusted={key})
+    monkeypatch.setenv(SIGNING_VARIABLE, str(tmp_path / "key.pem"))
+    signed = publish_model(model_folder)
+    assert resolve(str(signed), tmp_path, trusted={key})[0] == signed
+    with pytest.raises(LineageError, match="which does not count here"):
+        resolve(str(signed), tmp_path, trusted={"0" * 64})
 
 
 def test_a_folder_without_a_manifest_is_known_by_its_content(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_engine import random_completions, tiny_model
-from transformers import PreTrainedModel
+from chat_templates import FAMILIES, family_tokenizer
+from tiny_engine import TINY_MODEL, random_completions, tiny_model
+from transformers import GenerationConfig, PreTrainedModel
 
 from engine.checkpoint import find_latest
 from engine.config import SFTConfig
+from engine.data.templates import encode_prompt, encode_turn, stop_token_ids, turn_text
 from engine.errors import (
     CheckpointError,
     DataError,
@@ -24,6 +28,10 @@ from engine.errors import (
     LockedCheckpointsError,
     PreemptedError,
 )
+from engine.models import build_model, save_model
+from engine.rewards.answers import think_format
+from engine.rollout.protocol import SamplingParams, create_engine
+from engine.runtime.policy_runtime import saved_tokenizer
 from engine.trainers.offline import SFTExample, SFTTrainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,18 +70,60 @@ def test_overfits_a_handful_of_rows() -> None:
             assert said == row.response_ids
 
 
-def test_loss_is_the_mean_over_response_tokens_only() -> None:
+@pytest.mark.parametrize("name", ["qwen2.5-base", "r1-distill", "llama3"])
+def test_it_learns_to_end_a_turn_and_to_think_once_where_the_template_has_it_so(
+    name: str, tmp_path: Path
+) -> None:
+    tokenizer, family = family_tokenizer(name), FAMILIES[name]
+    said = {a: f"<think>\n{a} and 1\n</think>\n<answer>{a + 1}</answer>" for a in (2, 4, 7)}
+    asked = {a: [{"role": "user", "content": f"{a} plus 1?"}] for a in said}
+    rows = [
+        SFTExample(*encode_turn(tokenizer, asked[a], {"role": "assistant", "content": said[a]}))
+        for a in said
+    ]
+    shape = TINY_MODEL.model_copy(update={"max_position_embeddings": 256})
+    model = build_model(shape, tokenizer, seed=0)
+    trainer(model, max_steps=30, train_batch_size=3, optim={"lr": 2e-2}).fit(rows)
+    engine = create_engine("native", model.eval(), max_model_len=256)
+    stops = stop_token_ids(tokenizer, model.config)
+    params = SamplingParams(max_new_tokens=80, temperature=0.0, stop_token_ids=stops)
+    prompts = [encode_prompt(tokenizer, prompt) for prompt in asked.values()]
+    done = engine.generate(prompts, params)
+    engine.close()
+    end = tokenizer.convert_tokens_to_ids(family.end)
+    assert {(c.finish_reason, c.token_ids[-1], c.token_ids.count(end)) for c in done} == {
+        ("stop", end, 1)
+    }
+    texts = [turn_text(tokenizer, p, c.token_ids) for p, c in zip(prompts, done, strict=True)]
+    form = r"<think>\n\d and 1\n</think>\n<answer>\d</answer>"
+    assert [text for text in texts if not re.fullmatch(form, text)] == []
+    assert think_format([], texts, ground_truth=[None] * 3) == [1.0, 1.0, 1.0]
+    save_model(model, tokenizer, tmp_path)
+    saved = saved_tokenizer(str(tmp_path), model)
+    assert model.generation_config is not None
+    save_model(model, saved, tmp_path)
+    ends = GenerationConfig.from_pretrained(tmp_path).eos_token_id
+    assert end in (ends if isinstance(ends, list) else [ends])
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_loss_is_the_mean_over_learned_tokens_only(every: int, packing: bool) -> None:
+    """All of a response, or every second token of it, as between a conversation's turns."""
     model, rows = tiny_model("llama"), examples(5)
+    rows = [
+        replace(row, learned=[i % every == 0 for i in range(len(row.response_ids))]) for row in rows
+    ]
     total, tokens = 0.0, 0
     with torch.no_grad():
         for row in rows:
             ids = torch.tensor([row.prompt_ids + row.response_ids])
             logs = model(input_ids=ids).logits[0].log_softmax(-1)
             start = len(row.prompt_ids) - 1
-            for offset, token in enumerate(row.response_ids):
-                total -= float(logs[start + offset, token])
-            tokens += len(row.response_ids)
-    subject = trainer(model, max_steps=1, train_batch_size=5)
+            for offset, token in enumerate(row.response_ids[::every]):
+                total -= float(logs[start + every * offset, token])
+            tokens += len(row.response_ids[::every])
+    subject = trainer(model, max_steps=1, train_batch_size=5, packing=packing)
     assert subject.validation_loss(rows) == pytest.approx(total / tokens, rel=1e-5)
     assert subject.fit(rows, [])["sft/loss"] == pytest.approx(total / tokens, rel=1e-5)
 

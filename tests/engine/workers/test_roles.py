@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from chat_templates import family_tokenizer
 from probe_worker import Probe
 from tiny_engine import arithmetic_rows, save_family, training_batch
 
@@ -19,6 +20,7 @@ from engine.data.collate import collate_completions, collate_prompts
 from engine.data.templates import encode_prompt, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError, RewardError, WorkerError
+from engine.trainers.step_metrics import step_metrics
 from engine.workers.actor import ActorWorker
 from engine.workers.critic import CriticWorker
 from engine.workers.frozen_models import ReferenceWorker
@@ -245,6 +247,17 @@ def always_broken(prompts: Any, completions: Sequence[str], **columns: Any) -> l
     raise ZeroDivisionError("the judge is out")
 
 
+def whole(
+    prompts: Sequence[str], completions: Sequence[str], *, messages: Any = (), **columns: Any
+) -> list[float]:
+    """1 for a turn that begins with its thought, and answers the user's message."""
+    rows = zip(prompts, completions, messages, strict=True)
+    return [
+        float(text.startswith("<think>") and [m["content"] for m in chat] == [prompt])
+        for prompt, text, chat in rows
+    ]
+
+
 def by_mood(prompts: Any, completions: Sequence[str], **columns: Any) -> Any:
     """Names its component after the first row's column `mood`."""
     return {columns["mood"][0]: [1.0] * len(completions)}
@@ -283,6 +296,25 @@ def test_reward_lands_on_the_last_token(tiny_folder: Path) -> None:
     assert list(out.columns["reward_error_cause"]) == ["", "", ""]
     assert "reward_components" not in out
     assert "reward_component_names" not in out
+
+
+def test_a_turn_is_judged_with_what_its_prompt_has_opened(tmp_path: Path) -> None:
+    """The template's own `<think>`, and what the row's prompt begins of the answer."""
+    tokenizer = family_tokenizer("r1-distill")
+    tokenizer.save_pretrained(tmp_path)
+    rows, said = arithmetic_rows(2), "add</think> <answer>5</answer>"
+    begun = {"role": "assistant", "content": "<think>First, "}
+    rows[1]["prompt"] = [*rows[1]["prompt"], begun]
+    source = collate_prompts(rows, [encode_prompt(tokenizer, row["prompt"]) for row in rows])
+    ids = [encode_response(tokenizer, said, continues=True)] * 2
+    batch = collate_completions(
+        source, range(2), ids, [[0.0] * len(i) for i in ids], pad_token_id=3
+    )
+    role = worker(tmp_path, "think_format", components={"whole": {"name": f"{__name__}:whole"}})
+    out = role.score(batch)
+    assert list(out.columns["completion"]) == [f"<think>\n{said}", f"<think>\nFirst, {said}"]
+    assert totals(out) == [2.0, 2.0]
+    assert list(out.columns["has_format"]) == [True, True]
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -324,6 +356,33 @@ def test_a_failed_sample_scores_0_and_is_marked(
         assert totals(out) == [6.5, 0.0, 0.0]
     warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert [record.name for record in warnings] == ["engine.rewards"]
+
+
+def parts_of_some(prompts: Any, completions: Sequence[str], **columns: Any) -> Any:
+    """`style` applies to texts with a line break alone, and nothing to those with `four`."""
+    return {
+        "length": [None if "four" in text else float(len(text)) for text in completions],
+        "style": [2.0 if "\n" in text else None for text in completions],
+    }
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("on_error", ["drop", "zero"])
+def test_what_doesn_t_apply_is_neither_weighed_nor_logged_as_0(
+    tiny_folder: Path, on_error: str
+) -> None:
+    batch = completions(tiny_folder)
+    role = worker(tiny_folder, f"{HERE}:parts_of_some", on_error=on_error, weights={"style": 10})
+    batch |= role.score(batch)
+    assert totals(batch) == [6.0, float(len(TEXTS[1])) + 20, 0.0]
+    assert batch["reward_error"].tolist() == [False, False, True]
+    assert batch["reward_failed"].tolist() == [False, False, on_error == "drop"]
+    assert list(batch.columns["reward_error_cause"]) == ["", "", "not_applicable"]
+    assert batch["reward_components"].isnan().tolist() == [[False, True], [False] * 2, [False] * 2]
+    batch |= Batch({"truncated": torch.zeros(3, dtype=torch.bool)})
+    metrics = step_metrics(batch, 1.0)
+    assert metrics["reward/style"] == 2.0, "the mean of the rows that it applies to"
+    assert metrics["reward/length"] == (6 + len(TEXTS[1])) / 2
 
 
 @pytest.mark.usefixtures("one_thread")

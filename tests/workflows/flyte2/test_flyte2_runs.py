@@ -174,7 +174,7 @@ def test_a_second_run_hits_but_for_what_was_deleted(runs: Runs) -> None:
     """The warm start is made again, the same; what was made of it is a hit."""
     assert "sft: its result was deleted from the disk and is made again" in runs.again.out
     assert runs.again.stages == ["sft", "promotion"]
-    assert runs.found_again["cached"] == ["dataset", "rl", "evaluation"]
+    assert runs.found_again["cached"] == ["dataset", "reward_audit", "rl", "evaluation"]
     assert runs.found_again["digests"]["sft"] == runs.found["digests"]["sft"]
     assert "is the champion already" in runs.again.out
 
@@ -265,7 +265,7 @@ def test_a_stage_that_fails_ends_in_one_sentence(
     assert {name: run.info.status for name, run in found.items()} == {
         "rlhf": "FAILED",
         "rl": "FAILED",
-        **dict.fromkeys(("dataset", "sft"), "FINISHED"),
+        **dict.fromkeys(("dataset", "sft", "reward_audit"), "FINISHED"),
     }
     assert "no quota left" in found["rlhf"].data.tags[CAUSE_TAG]
 
@@ -285,6 +285,23 @@ def test_bad_input_ends_in_a_sentence(place: Place, arguments: list[str], words:
     assert words in said(outcome)
     assert "Traceback" not in outcome.text
     assert outcome.stages == []
+
+
+def test_a_dry_run_plans_and_does_nothing(runs: Runs) -> None:
+    before = sorted(runs.place.artifacts.rglob("*"))
+    program = "from flyte.cli.main import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *RLHF, "--config", settings(STEPS)],
+        env=runs.place.environment() | {"HYBRIDFLYTE_DRY_RUN": "1"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    assert "run dry-run: config" in done.stdout
+    assert "dry run, nothing is computed" in done.stdout
+    assert sorted(runs.place.artifacts.rglob("*")) == before
 
 
 @pytest.mark.parametrize("answer", ["y", "n"])

@@ -241,6 +241,19 @@ def flyte_cli(*arguments: str) -> str:
     return done.output
 
 
+def test_storage_keeps_its_driver_beside_flyte_2s() -> None:
+    """Flyte 2 makes obstore fsspec's driver of S3, with options of its own."""
+    import flyte.storage  # noqa: F401 (which registers it)
+    import fsspec
+    from obstore.fsspec import FsspecStore
+    from s3fs import S3FileSystem
+
+    from engine.storage.filesystem import Files
+
+    assert issubclass(fsspec.get_filesystem_class("s3"), FsspecStore)
+    assert isinstance(Files("s3://bucket/artifacts").fs, S3FileSystem)
+
+
 def test_help_is_readable() -> None:
     text = flyte_cli("run", "--local", "workflows/flyte2/rlhf.py", "rlhf", "--help")
     assert "Warm-start a model" in text

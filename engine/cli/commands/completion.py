@@ -1,0 +1,150 @@
+"""`python -m engine.completion`: completion of all `python -m engine.…` commands in a shell.
+
+The script has every word in it, so that a TAB starts no Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import engine
+from engine.cli import forms
+from engine.config.text import PRESET, PRESETS, sections
+from engine.console import exit_130_on_ctrl_c
+
+_ENGINE = Path(engine.__file__).parent
+_FORMS = {
+    f"engine.{f.program}": f for f in (forms.PPO, forms.SFT, forms.PREFERENCE, forms.REWARD_MODEL)
+}
+_SCRIPT = """\
+# Completion of HybridFlyte's commands, by python -m engine.completion.
+_hybridflyte() {{
+    local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+    local module= key= head= words= i
+    for ((i = 1; i < COMP_CWORD; i++)); do
+        if [[ ${{COMP_WORDS[i]}} == -m ]]; then module=${{COMP_WORDS[i+1]}}; break; fi
+    done
+    if [[ $before == -m ]]; then
+        module= words="{modules}"
+    elif [[ $current == "=" ]]; then  # bash makes three words of key=value
+        key=$before current=
+    elif [[ $before == "=" ]]; then
+        key=${{COMP_WORDS[COMP_CWORD-2]}}
+    elif [[ $current == *=* ]]; then  # zsh makes one
+        key=${{current%%=*}} head=${{current%%=*}}= current=${{current#*=}}
+    fi
+    if [[ -n $key ]]; then
+        case "$module $key" in
+{values}
+        esac
+    else
+        case $module in
+{words}
+        esac
+    fi
+    COMPREPLY=($(compgen -P "$head" -W "$words" -- "$current"))
+    if [[ ${{COMPREPLY[0]}} == *= ]]; then compopt -o nospace 2>/dev/null; fi
+}}
+complete -o default -F _hybridflyte python python3
+"""
+
+
+@exit_130_on_ctrl_c
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the script; return the exit status."""
+    argparse.ArgumentParser(
+        prog="python -m engine.completion",
+        description="Print a script for bash and zsh that completes commands, options, settings "
+        "and their values after `python -m engine.`: write it to a file, and source that in "
+        "~/.bashrc, or in ~/.zshrc after `autoload -U compinit bashcompinit; compinit; "
+        "bashcompinit`.",
+        epilog="exit status: 0; 2 wrong usage",
+    ).parse_args(arguments)
+    print(script(), end="")
+    return 0
+
+
+def script() -> str:
+    """Return the script for the commands that are there."""
+    words = (f'        {name}) words="{" ".join(_words(name))}" ;;' for name in commands())
+    values = (f'        {"|".join(keys)}) words="{few}" ;;' for few, keys in _values().items())
+    return _SCRIPT.format(
+        modules=" ".join(commands()), words="\n".join(words), values="\n".join(values)
+    )
+
+
+def commands() -> list[str]:
+    """Return the modules that `python -m` runs, those under verl's names left out."""
+    files = [*(_ENGINE / "cli" / "commands").glob("[a-z]*.py"), *_ENGINE.glob("*/__main__.py")]
+    names = (path.parent.name if path.stem == "__main__" else path.stem for path in files)
+    return sorted(f"engine.{name}" for name in names)
+
+
+def _words(module: str) -> list[str]:
+    """Return the options of a command, its subcommands with theirs, and its settings."""
+    found = set(_options(_parser_of(module)))
+    if module in _FORMS:
+        found |= {f"{key}=" for key in _FORMS[module].known}
+        found |= {f"{PRESET}{path.stem}" for path in PRESETS.glob("*.yaml")}
+    return sorted(found)
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from (option for option in action.option_strings if option.startswith("--"))
+        if isinstance(action.choices, dict):  # subcommands
+            yield from action.choices
+            for inner in action.choices.values():
+                yield from _options(inner)
+
+
+class _Found(BaseException):
+    """Ends a command once its parser is made."""
+
+
+def _parser_of(module: str) -> argparse.ArgumentParser:
+    def found(parser: argparse.ArgumentParser, *arguments: Any, **options: Any) -> Any:
+        raise _Found(parser)
+
+    is_room = (_ENGINE / module.rpartition(".")[2]).is_dir()
+    program: Any = importlib.import_module(f"{module}.__main__" if is_room else module)
+    reading = ("parse_known_args", "parse_known_intermixed_args")
+    before = {name: getattr(argparse.ArgumentParser, name) for name in reading}
+    try:
+        for name in reading:
+            setattr(argparse.ArgumentParser, name, found)
+        program.main()
+    except _Found as parser:
+        return parser.args[0]
+    finally:
+        for name, method in before.items():
+            setattr(argparse.ArgumentParser, name, method)
+    raise AssertionError(f"{module} reads no arguments")
+
+
+def _values() -> dict[str, list[str]]:
+    """Return settings of few values: patterns of command and key, by these values."""
+    patterns: dict[str, list[str]] = defaultdict(list)
+    for module, form in _FORMS.items():
+        names = defaultdict(set)
+        for name, key in form.table.settings.items():
+            names[key.paths[0]].add(name)
+        for setting in (one for _, _, several in sections(form.config) for one in several):
+            named = re.search(r"one of (.*)$", setting.about)
+            few = "true false" if setting.default in ("true", "false") else ""
+            few = named[1].replace(", ", " ") if named else few
+            if few:
+                keys = {setting.path, setting.path.removeprefix(form.prefix)} | names[setting.path]
+                patterns[few] += [f'"{module} {key}"' for key in sorted(keys)]
+    return patterns
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""`python -m engine.reward_audit NAME|FILE`: whether a scorer can be fooled."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+
+import yaml
+
+from engine.cli.program import WRONG_INPUT, ArgumentParser
+from engine.cli.reward_file import reward_name
+from engine.config import RewardConfig
+from engine.config.data import RowsConfig
+from engine.console import exit_130_on_ctrl_c, quiet, say, table
+from engine.errors import ConfigError, EngineError
+from engine.registry import import_plugins
+
+_ABOUT = """\
+Audit a scorer: a battery of completions that hedge, hide or repeat the right answer, or have none,
+on rows of your data; then the same input twice, in other order and in other batches, a second
+grader, time and memory.
+
+  python -m engine.reward_audit answer_match
+  python -m engine.reward_audit my_rewards:score --data train.parquet
+  python -m engine.reward_audit rewards.py::compute_score --data train.jsonl
+  python -m engine.reward_audit judge --option url=http://judge:8000 --data train.parquet --json
+"""
+
+
+@exit_130_on_ctrl_c
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit status."""
+    parser = ArgumentParser(
+        "python -m engine.reward_audit",
+        description=_ABOUT,
+        epilog="exit status: 0 passed; 1 holes were found; 2 wrong input",
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("reward", metavar="NAME|FILE", help="name, package.module:function or FILE.py::function")
+    add("--data", default="", metavar="FILE", help="RL rows (default: made-up ones, see --truths)")
+    kinds = ("number", "letter", "latex", "text")
+    add("--truths", choices=kinds, default="number", help="of the made-up rows (default: number)")
+    add("--option", action="append", default=[], metavar="NAME=YAML", help="of reward.options")
+    add("--plugin", action="append", default=[], metavar="MODULE", help="that registers it")
+    add("--form", action="append", default=[], metavar="TEXT", help="of answers: 'Result: {}'")
+    add("--json", action="store_true", help="print the audit as JSON")
+    quiet()
+    try:
+        options = parser.parse_args(arguments)
+        return _audit(options)
+    except EngineError as error:
+        say(f"error: {error}", error=True)
+        return WRONG_INPUT
+
+
+def _audit(options: Namespace) -> int:
+    from engine.rewards import audit, probes  # half a second; a wrong option needs none
+
+    name, separator, function = options.reward.partition("::")
+    if separator or name.endswith(".py"):
+        name = reward_name(name, function or "compute_score")
+    pairs = [text.partition("=") for text in options.option]
+    if wrong := next((text for text in options.option if "=" not in text), ""):
+        raise ConfigError(f"--option {wrong!r} must be NAME=VALUE, e.g. method=flexible")
+    config = RewardConfig(name=name, options={key: yaml.safe_load(v) for key, _, v in pairs})
+    import_plugins(options.plugin)
+    rows = probes.sample_rows(options.truths)
+    if options.data:
+        from engine.data.row_files import read_file_rows
+
+        rows = read_file_rows(options.data, RowsConfig()).rows
+    plugins = tuple(options.plugin)
+    found = audit.audit_scorer(config, audit.reward_rows(rows), plugins=plugins, forms=options.form)
+    if options.json:
+        print(audit.to_json({options.reward: found}))
+        return int(not found.passed)
+    rows_shown = [
+        {
+            "": "HOLE" if check.severity == "hole" else check.severity,
+            "check": check.name,
+            "meaning": check.meaning,
+            "expected": check.expected,
+            "found": check.found,
+        }
+        for check in found.checks
+    ]
+    table(f"Reward audit: {options.reward}", rows_shown)
+    for check in found.checks:
+        if check.severity == "hole":
+            example = f": {check.completion!r} where {check.truth!r} is right" * bool(check.truth)
+            say(f"hole: {check.name} ({check.found}){example}", error=True)
+    say(found.sentence())
+    return int(not found.passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Chat messages: the one place that lists their fields.
+
+A message of a data file has a role, its text, and what `FIELDS` names: all of it is rendered, or
+the row is refused. In canonical form `content` is text and arguments of calls are JSON text, so
+that rows fit into Parquet; a field that is None, as Parquet gives one of other rows, isn't there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.data.cells import brief, is_missing, plain
+from engine.errors import DataError
+
+FIELDS: dict[str, tuple[str, ...]] = {  # by field, the roles whose messages may have it; (): all
+    "content": (),  # text, or parts {"type": "text", "text": …}; none beside tool_calls
+    "name": (),  # of a tool or a speaker; a template may leave it out
+    "tool_call_id": ("tool",),  # the call that is answered; a template may leave it out
+    "tool_calls": ("assistant",),  # [{"type": "function", "function": {"name", "arguments"}}]
+    "reasoning_content": ("assistant",),  # its thought, before the content
+    "weight": ("assistant",),  # 0: fine-tuning doesn't learn this turn; 1: it does
+}
+_ALIASES = {"reasoning": "reasoning_content", "thinking": "reasoning_content"}
+_TEXTS = ("name", "tool_call_id", "reasoning_content")
+
+
+def canonical_messages(cell: object, where: str) -> list[dict[str, Any]]:
+    """Messages in canonical form; DataError that begins with `where` for what none of them has."""
+    if not isinstance(cell, list | tuple | np.ndarray):
+        raise DataError(f"{where}: {brief(cell)} is no list of messages")
+    return [canonical_message(message, where) for message in cell]
+
+
+def canonical_message(message: object, where: str) -> dict[str, Any]:
+    """One message in canonical form; see `canonical_messages`."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(
+            f'{where}: {brief(message)} is no message; give {{"role": "user", "content": …}}'
+        )
+    role, fields = str(message["role"]), dict[str, Any]()
+    for name, value in message.items():
+        if name != "role" and not is_missing(value):
+            fields[_ALIASES.get(str(name), str(name))] = value
+    for name, value in fields.items():
+        roles = FIELDS.get(name)
+        if roles is None or (roles and role not in roles):
+            known = ", ".join(f for f, roles in FIELDS.items() if not roles or role in roles)
+            raise DataError(
+                f"{where}: a message of the role {role!r} has the field {name!r}, {brief(value)}, "
+                f"and would be put into tokens without it; its fields are {known}: remove it"
+            )
+        if name in _TEXTS and not isinstance(value, str):
+            raise DataError(f"{where}: {name} of a message is {brief(value)}; give text")
+    calls = _calls(fields.pop("tool_calls", ()), where)
+    content = _text(fields.pop("content", "" if calls else None), role, where)
+    if (weight := fields.get("weight", 1)) not in (0, 1):
+        raise DataError(f"{where}: weight of a message is {brief(weight)}; give 0 or 1")
+    if not fields.get("reasoning_content", "-").strip():
+        del fields["reasoning_content"]
+    return {"role": role, "content": content, **fields} | ({"tool_calls": calls} if calls else {})
+
+
+def _text(content: object, role: str, where: str) -> str:
+    """A message's content as one text."""
+    if isinstance(content, list | tuple | np.ndarray):
+        for part in content:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text" or not isinstance(part["text"], str):
+                raise DataError(
+                    f"{where}: a message of the role {role!r} has a part of type {kind!r}; only "
+                    'text is learned from: give {"type": "text", "text": …}'
+                )
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise DataError(
+            f"{where}: the content of a message of the role {role!r} is {brief(content)}; give "
+            "text, a list of text parts, or tool_calls beside none"
+        )
+    return content
+
+
+def _calls(cell: object, where: str) -> list[dict[str, Any]]:
+    """Calls of tools in OpenAI's form."""
+    if not isinstance(cell, list | tuple | np.ndarray):
+        raise DataError(f"{where}: tool_calls is {brief(cell)}; give a list")
+    calls = []
+    for call in cell:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
+            raise DataError(
+                f"{where}: {brief(call)} is no call of a tool; give "
+                '{"type": "function", "function": {"name": …, "arguments": …}}'
+            )
+        called = {"name": name, "arguments": _arguments(function.get("arguments"), where)}
+        number = {} if is_missing(call.get("id")) else {"id": str(call["id"])}
+        calls.append({**number, "type": "function", "function": called})
+    return calls
+
+
+def _arguments(value: object, where: str) -> str:
+    """A call's arguments as JSON text; as an object without what is None."""
+    if is_missing(value):
+        return "{}"
+    if isinstance(value, Mapping):
+        kept = {key: entry for key, entry in value.items() if not is_missing(entry)}
+        return json.dumps(kept, default=plain, ensure_ascii=False)
+    try:
+        if isinstance(value, str) and isinstance(json.loads(value), dict):
+            return value
+    except (ValueError, RecursionError):
+        pass
+    raise DataError(
+        f"{where}: the arguments of a tool's call are {brief(value)}; give an object, or one as "
+        "JSON text"
+    )
+
+
+def for_template(message: Mapping[str, Any], *, as_text: bool = False) -> dict[str, Any]:
+    """A message as chat templates read it: without what is None, and arguments as an object.
+
+    `as_text` leaves arguments JSON text, as a few templates want them.
+    """
+    fields = {k: v for k, v in message.items() if v is not None and k != "weight"}
+    calls = fields.get("tool_calls")
+    if calls is None or not len(calls):
+        fields.pop("tool_calls", None)
+        return fields
+    fields["tool_calls"] = made = []
+    for call in calls:
+        function = dict(call.get("function", call))
+        arguments = function.get("arguments") or {}
+        if as_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, default=plain, ensure_ascii=False)
+        elif isinstance(arguments, str) and not as_text:
+            arguments = json.loads(arguments)
+        number = {} if call.get("id") is None else {"id": call["id"]}
+        made.append(
+            {**number, "type": "function", "function": {**function, "arguments": arguments}}
+        )
+    return fields
+
+
+def row_tools(cell: object, where: str) -> list[dict[str, Any]]:
+    """The JSON schemas in a row's column `tools`, a list or JSON text; empty where it has none."""
+    try:
+        tools = json.loads(cell) if isinstance(cell, str) and cell.strip() else cell
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: column 'tools' is no JSON ({error})") from None
+    if is_missing(tools) or (isinstance(tools, Sequence | np.ndarray) and not len(tools)):
+        return []
+    schemas = []
+    for tool in tools if isinstance(tools, list | tuple | np.ndarray) else [tools]:
+        schema = _without_none(tool)
+        if isinstance(schema, dict) and "function" not in schema and "name" in schema:
+            schema = {"type": "function", "function": schema}
+        function = schema.get("function") if isinstance(schema, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f"{where}: column 'tools' has {brief(tool)}; give JSON schemas of functions, "
+                '{"type": "function", "function": {"name": …, "parameters": …}}'
+            )
+        schemas.append(schema)
+    return schemas
+
+
+def _without_none(value: Any) -> Any:
+    """A JSON schema without the fields that are None, which are other schemas' in Parquet."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [_without_none(entry) for entry in value]
+    return value.item() if isinstance(value, np.generic) else value

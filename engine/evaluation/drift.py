@@ -1,0 +1,113 @@
+"""Drift signals: what in an RL run's metrics says that the policy learns its reward, not the task.
+
+Each compares the last quarter of the steps with the first one; the noise is that of neighbouring
+steps. A signal never stops a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+PREFIX = "drift/"
+_LEAST_STEPS = 8
+_LEAST = 3  # values of a metric that not every step has
+_SURE, _LIKELY = 3.0, 2.0  # standard errors
+# Signals by a metric that doesn't rise while the reward does, and what it is.
+_FLAT = {
+    "second_grader": ("reward/second_grader", "the share that the second grader calls right"),
+    "length_adjusted": ("reward/length_slope", "accuracy at the length of the first steps"),
+    "held_out": ("validation/correct", "accuracy on the validation rows"),
+}
+# Signals by a metric that rises: what it is, and by how much it may.
+_RISING = {
+    "repeated_ngrams": ("response/repeated_ngrams", "the share of repeated runs of 4 tokens", 0.15),
+    "only_lenient": ("reward/only_lenient", "the share right for a lenient reader alone", 0.05),
+}
+NAMES = frozenset((*_FLAT, *_RISING))
+
+
+class Signal(NamedTuple):
+    """One sign of drift, and whether it is there."""
+
+    name: str  # e.g. "held_out"
+    raised: bool
+    sentence: str  # with its numbers
+
+
+class _Change(NamedTuple):
+    """The means of a metric's first and last quarter, and the difference's standard error."""
+
+    first: float
+    last: float
+    error: float
+
+    @classmethod
+    def of(cls, values: np.ndarray) -> _Change | None:
+        """That of `[T]` values, NaN where a step has none; None for too few."""
+        values = values[np.isfinite(values)]
+        if len(values) < _LEAST:
+            return None
+        size = max(1, len(values) // 4)
+        noise = float(np.mean(np.diff(values) ** 2)) / 2  # von Neumann's: a trend adds little
+        ends = float(values[:size].mean()), float(values[-size:].mean())
+        return cls(*ends, math.sqrt(2 * noise / size))
+
+    @property
+    def gain(self) -> float:
+        return self.last - self.first
+
+    def __str__(self) -> str:
+        return f"{self.first:.3g} → {self.last:.3g} (± {self.error:.2g})"
+
+
+def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
+    """The signals at the last step of `history`, a row a step: those that can be measured."""
+    if len(history) < _LEAST_STEPS:
+        return []
+
+    def curve(name: str) -> np.ndarray:
+        return np.array([row.get(name, math.nan) for row in history], dtype=float)
+
+    found = []
+    reward, correct = curve("reward/mean"), curve("reward/correct")
+    for name, (metric, meaning) in _FLAT.items():
+        values = curve(metric)
+        if name == "length_adjusted" and np.isfinite(values).any():
+            length = curve("response/length_mean")  # accuracy less what it explains within a step
+            longer = length - length[: len(length) // 4].mean()
+            values = correct - np.nanmean(values) * longer
+        since = int(np.isfinite(values).argmax())
+        rise, right, other = (_Change.of(v[since:]) for v in (reward, correct, values))
+        if rise is None or other is None:
+            continue
+        enough = max(0.01, right.gain / 2 if right is not None else 0.0)
+        flat = other.gain + _LIKELY * other.error < enough
+        raised = flat and rise.gain > max(_SURE * rise.error, 1e-6)
+        found.append(Signal(name, raised, f"the reward goes {rise}, {meaning} {other}"))
+    for name, (metric, meaning, most) in _RISING.items():
+        if (change := _Change.of(curve(metric))) is not None:
+            raised = change.gain > most + _LIKELY * change.error
+            found.append(Signal(name, raised, f"{meaning} goes {change}"))
+    return found
+
+
+def metrics(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics `drift/<name>` of the last step: 1 where a signal is raised, else 0."""
+    return {PREFIX + signal.name: float(signal.raised) for signal in signals(history)}
+
+
+def raised(rows: pd.DataFrame) -> dict[str, str]:
+    """Sentences on the signals of a run's steps, by name, with the steps that had them."""
+    history: list[dict[str, float]] = rows.to_dict("records")  # type: ignore[assignment]
+    sentences = {}
+    for name in sorted(NAMES & {str(column).removeprefix(PREFIX) for column in rows.columns}):
+        steps = np.flatnonzero(rows[PREFIX + name].to_numpy(float) == 1)
+        if len(steps):
+            last = next(s for s in signals(history[: steps[-1] + 1]) if s.name == name)
+            sentences[name] = f"steps {steps[0] + 1} to {steps[-1] + 1}: {last.sentence}"
+    return sentences

@@ -1,0 +1,151 @@
+"""Let models answer some problems again, and hold an evaluation's recorded verdicts against it.
+
+A manifest only says that its files are those that were digested: whoever can write the store can
+write an evaluation. What the models answer is evidence of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from engine.config import RecheckConfig
+from engine.console import human_time, say
+from engine.errors import LineageError
+from engine.evaluation.summary import rows_of_set
+from engine.promotion.gate import Evaluated
+from engine.promotion.rules import RuleOutcome
+from engine.storage.artifacts import local_path, verify
+from engine.tracking.model_versions import intact_copy
+
+if TYPE_CHECKING:
+    from engine.tracking import Tracker
+    from engine.tracking.model_versions import ModelVersion
+
+SIGNIFICANCE = 0.01  # how rarely an honest evaluation is refused
+ROUNDING_FLOAT32, ROUNDING_BFLOAT16 = 0.001, 0.02
+LARGEST_ON_CPU = 2_000_000_000  # parameters of a model that a gate without a GPU decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A model of an evaluation, and its table."""
+
+    folder: Path
+    rows: pd.DataFrame
+    flattering: bool  # the verdict that speaks for the new model: true of its own, false of others
+
+
+def baseline_model(
+    new: Evaluated, tracker: Tracker, champion: ModelVersion | None, scratch: Path
+) -> Path:
+    """Return the folder of the champion, or of what the new model was compared with; re-hashed."""
+    if champion is not None:
+        return intact_copy(tracker, champion, scratch)
+    start = next((p for p in new.manifest.parents if p.name == "warm_start"), None)
+    if start is None:
+        raise LineageError(
+            f"the evaluation {new.manifest.digest[:12]} names no warm_start among its parents; "
+            "evaluate the model again"
+        )
+    folder = local_path(start.uri)
+    if verify(folder).digest != start.digest:
+        raise LineageError(
+            f"{start.uri} is not the {start.kind} {start.digest[:12]} that was evaluated; evaluate "
+            "the model again"
+        )
+    return folder
+
+
+def draw(sizes: Mapping[str, int], problems: int) -> tuple[int, dict[str, list[int]]]:
+    """Draw positions of at most `problems` of each set, by a seed that nobody knows before."""
+    seed = secrets.randbelow(1 << 31)
+    generator = np.random.default_rng(seed)
+    picks = {
+        name: sorted(generator.permutation(size)[:problems].tolist())
+        for name, size in sizes.items()
+    }
+    return seed, picks
+
+
+def explained(verdicts: int, rounding: float) -> int:
+    """Return how many of so many verdicts rounding may turn before chance does not explain it.
+
+    The smallest number that a binomial count exceeds with a probability below `SIGNIFICANCE`.
+    """
+    above, turned = 1.0, -1
+    while above >= SIGNIFICANCE and turned < verdicts:
+        turned += 1
+        chance = rounding**turned * (1 - rounding) ** (verdicts - turned)
+        above -= math.comb(verdicts, turned) * chance
+    return turned
+
+
+def recheck(
+    models: Sequence[Recorded],
+    problems: Mapping[str, pd.DataFrame],
+    rules: RecheckConfig,
+    new: Evaluated,
+) -> tuple[RuleOutcome, dict[str, object]]:
+    """Decode a sample of the problems greedily with each model; return the outcome and its record.
+
+    problems: RL rows by evaluation set, those that decide. A verdict counts against the evaluation
+    where the recorded one speaks for the new model and the one of now doesn't: more than rounding
+    explains, or a single one of the same completion, fail it. So does a model that needs a GPU
+    where there is none.
+    """
+    import torch  # takes seconds
+
+    from engine.evaluation.decode import parameter_count
+    from engine.evaluation.scoring import answer_greedily
+
+    on_gpu = torch.cuda.is_available()
+    largest = max(parameter_count(model.folder) for model in models)
+    if not on_gpu and largest > LARGEST_ON_CPU:
+        sentence = (
+            f"promote.recheck decodes with a model of {largest / 1e9:.1f} billion parameters, and "
+            "this machine has no GPU; promote on a profile with one, or set "
+            "promote.recheck.problems=0"
+        )
+        return RuleOutcome("recheck", False, None, None, sentence), {}
+    started = time.perf_counter()
+    say(f"promotion: {len(models)} models answer {rules.problems} problems again")
+    seed, picks = draw({name: len(rows) for name, rows in problems.items()}, rules.problems)
+    drawn = {name: problems[name].iloc[where] for name, where in picks.items()}
+    turned = same = verdicts = 0
+    for model in models:
+        recorded = pd.concat([rows_of_set(model.rows, name).iloc[picks[name]] for name in picks])
+        answers = answer_greedily(
+            model.folder, drawn, new.evaluate,
+            max_response_length=new.data.max_response_length,
+            max_prompt_length=new.data.max_prompt_length, seed=new.seed,
+        )  # fmt: skip
+        verdicts += len(answers)
+        before = zip(recorded["greedy_correct"], recorded["greedy_completion"], strict=True)
+        for (verdict, text), answer in zip(before, answers, strict=True):
+            if bool(verdict) == model.flattering and answer.correct != model.flattering:
+                turned += 1
+                same += text == answer.text
+    say(f"promotion: answered again in {human_time(time.perf_counter() - started)}")
+    rounding = rules.rounding
+    if rounding is None:
+        rounding = ROUNDING_BFLOAT16 if on_gpu else ROUNDING_FLOAT32
+    most = explained(verdicts, rounding)
+    passed = turned <= most and not same
+    sentence = (
+        f"of {verdicts} recorded verdicts that were decoded again (seed {seed}), {turned} in the "
+        f"new model's favour did not come out again, and rounding explains {most}"
+    )
+    if not passed:
+        sentence += f"; {same} are of the same completion" * bool(same)
+        sentence += "; evaluate the model again, on the profile that promotes it"
+    record = {"seed": seed, "problems": picks, "verdicts": verdicts, "turned": turned}
+    return RuleOutcome("recheck", passed, float(turned), float(most), sentence), record
