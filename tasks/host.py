@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,7 +45,15 @@ from engine import errors
 from engine.console import quiet
 from engine.data import rows
 from engine.redaction import redact_causes
-from engine.stages.stage import Artifact, CheckpointPaths, Host, hosted, library_versions
+from engine.stages import pods
+from engine.stages.stage import (
+    Artifact,
+    CheckpointPaths,
+    Host,
+    hosted,
+    is_dry_run,
+    library_versions,
+)
 from engine.storage.digests import sources_digest
 from tasks import flytekit_setup
 
@@ -57,28 +64,6 @@ if TYPE_CHECKING:
 quiet()
 
 IMAGE = flytekit_setup.image()
-SMALL = Resources(cpu="1", mem="2Gi")
-LARGE = Resources(cpu="2", mem="6Gi")
-
-# Options of a task with a Deck. flytekit 1.16's other tabs are left out: sources and packages take
-# seconds to make, and inputs, which the console shows anyway, would show credentials in settings.
-DECK: dict[str, Any] = {"enable_deck": True}
-DECK["deck_fields"] = (DeckField.TIMELINE, DeckField.OUTPUT)
-# The same for a task whose outputs are settings.
-DECK_OF_SETTINGS: dict[str, Any] = {**DECK, "deck_fields": (DeckField.TIMELINE,)}
-
-
-def short(*needs: Any, minutes: int = 30, **options: Any) -> dict[str, Any]:
-    """Return options of a small task that is not cached; `needs` names its credentials."""
-    return {
-        "cache": False,
-        "requests": SMALL,
-        "container_image": IMAGE,
-        "retries": 2,
-        "timeout": timedelta(minutes=minutes),
-        **flytekit_setup.with_secrets(*needs),
-        **options,
-    }
 
 
 class SourcesPolicy(CachePolicy):
@@ -95,6 +80,32 @@ class SourcesPolicy(CachePolicy):
 
 # By the inputs' content (without the run), the sources and the image.
 STAGE_CACHE = Cache(policies=[SourcesPolicy()], ignored_inputs=("run",), serialize=True)
+
+SMALL = Resources(cpu="1", mem="2Gi")
+
+# The tabs of a Deck. flytekit 1.16's others are left out: sources and packages take seconds to
+# make, and inputs, which the console shows anyway, would show credentials in settings.
+DECKS: dict[str, dict[str, Any]] = {
+    "": {},
+    "pages": {"enable_deck": True, "deck_fields": (DeckField.TIMELINE, DeckField.OUTPUT)},
+    "settings": {"enable_deck": True, "deck_fields": (DeckField.TIMELINE,)},
+}
+
+
+def task_options(stage: str) -> dict[str, Any]:
+    """Return flytekit's options of a stage of `engine.stages.pods`, without its machines."""
+    options = pods.STAGES[stage]
+    return {
+        "cache": STAGE_CACHE if options.cached else False,
+        "interruptible": options.interruptible or None,
+        "requests": Resources(cpu=str(options.cpus), mem=f"{options.memory_gib}Gi"),
+        "container_image": IMAGE,
+        "retries": options.retries,
+        "timeout": options.timeout,
+        **flytekit_setup.with_secrets(*options.needs),
+        **DECKS[options.shows],
+    }
+
 
 _RETRYABLE = (
     errors.PlacementError,
@@ -119,7 +130,7 @@ class FlyteHost(Host):
 
     def __init__(self) -> None:
         self.execution = current_context().execution_id.name if on_cluster() else ""
-        self.dry_run = flytekit_setup.is_dry_run()
+        self.dry_run = is_dry_run()
 
     def execution_link(self) -> str:
         # FLYTE_PLATFORM_CONSOLE_ENDPOINT, or in Flyte's own configuration file.

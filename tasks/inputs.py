@@ -6,7 +6,6 @@ it reaches the terminal as one sentence.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any, Self
 
@@ -14,8 +13,8 @@ import rich_click as click
 from flytekit.interaction.click_types import JsonParamType
 from pydantic import ValidationError
 
-from engine.config import PipelineConfig, config_path, explain
-from engine.config.text import read_yaml
+from engine.config import PipelineConfig, explain
+from engine.config.text import read_settings
 from engine.errors import ConfigError
 
 
@@ -31,22 +30,6 @@ class RLHFConfig(PipelineConfig):
             raise click.UsageError(f"config: {explain(error)}") from None
 
 
-def read_settings(text: str) -> Any:
-    """Return what `--config` holds, as JSON values; UsageError says what can't be read in it."""
-    if text.lstrip().startswith(("{", "[")):
-        try:
-            return json.loads(text)
-        except ValueError as error:
-            hint = "give the path of a YAML or JSON file, preset:NAME, or JSON text"
-            raise click.UsageError(f"config is not valid JSON ({error}); {hint}") from None
-    try:
-        values = read_yaml(config_path(text), f"config file {text}")
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
-    # Flyte hands it on as JSON, which has no dates; as text they fail with their field's name.
-    return json.loads(json.dumps(values, default=str))
-
-
 class ConfigParam(JsonParamType):
     """flytekit's reader of JSON inputs, which for a configuration says what is wrong with it."""
 
@@ -56,7 +39,10 @@ class ConfigParam(JsonParamType):
 
     def _parse(self, value: Any, param: click.Parameter | None) -> Any:
         if isinstance(value, str) and self.is_config:
-            return read_settings(value)
+            try:
+                return read_settings(value)
+            except ConfigError as error:
+                raise click.UsageError(str(error)) from None
         return super()._parse(value, param)
 
 

@@ -1,8 +1,8 @@
 """All Flyte tasks that open runs, make artifacts and end runs: thin wrappers of `engine.stages`.
 
-A decorator says where a task runs and what is retried and cached; the body is the function of the
-same name there, which gets the task's inputs by name (`locals()`). `stages.training` and others are
-loaded when a task runs.
+Where a task runs and what is retried and cached is in `engine.stages.pods`, by its name. The body
+is the function of the same name there, which gets the task's inputs by name (`locals()`).
+`stages.training` and others are loaded when a task runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flytekit.types.file import FlyteFile
 
 from engine import stages
 from engine.console import say
+from engine.stages.pods import registration_environment
 from engine.stages.profiles import Profile
 from engine.stages.settings import (
     DatasetSettings,
@@ -39,33 +40,9 @@ from engine.stages.settings import (
 from engine.stages.stage import shared
 from tasks import host
 from tasks.failure import current_run
-from tasks.flytekit_setup import evict_missing, registration_environment
+from tasks.flytekit_setup import evict_missing
 from tasks.inputs import RLHFConfig
-from tasks.variants import on_profiles, ray_cluster, ray_cluster_of_gpus, stages_of
-
-# Options of stages: what is computed once, and goes on elsewhere where its machine is taken away.
-CACHED: dict[str, Any] = {"cache": host.STAGE_CACHE, "interruptible": True, **host.DECK}
-COMPUTES: dict[str, Any] = {
-    **CACHED,
-    "requests": host.LARGE,
-    "retries": 3,
-    "timeout": timedelta(hours=6),
-}
-TRAINS: dict[str, Any] = {
-    **COMPUTES,
-    "task_config": ray_cluster_of_gpus,
-    "timeout": timedelta(hours=12),
-    "needs": ("hub", "loggers"),
-}
-# Moves of an alias are not interruptible; running one again changes nothing.
-PROMOTES: dict[str, Any] = {
-    "cache": False,
-    "requests": host.LARGE,
-    "retries": 2,
-    "timeout": timedelta(hours=6),
-    **host.DECK,
-}
-DATASET: dict[str, Any] = {**host.short("hub", minutes=120, retries=3), **CACHED}
+from tasks.variants import on_profiles, stages_of
 
 
 def opened(body: Callable[..., Any], **inputs: Any) -> Any:
@@ -79,7 +56,7 @@ def opened(body: Callable[..., Any], **inputs: Any) -> Any:
     return made
 
 
-@task(**host.short("hub", **host.DECK_OF_SETTINGS))
+@task(**host.task_options("plan"))
 def plan(
     config: RLHFConfig,
     source: str,
@@ -94,7 +71,7 @@ def plan(
     return opened(stages.plan.plan, **locals())
 
 
-@task(**host.short())
+@task(**host.task_options("plan_promotion"))
 def plan_promotion(
     config: RLHFConfig,
     dataset: FlyteDirectory,
@@ -107,7 +84,7 @@ def plan_promotion(
     return opened(stages.plan.plan_promotion, **locals())
 
 
-@task(**host.short("hub", minutes=120, **host.DECK_OF_SETTINGS))
+@task(**host.task_options("trigger_retraining"))
 def trigger_retraining(
     config: RLHFConfig, at: datetime, path: str, seed: int, profile: str
 ) -> RetrainingPlan:
@@ -126,28 +103,27 @@ class Dataset(NamedTuple):
     test: host.RLPrompts
 
 
-@task(**DATASET)
+@task(**host.task_options("preprocess"))
 def preprocess(run: RunContext, settings: DatasetSettings) -> Dataset:
     """Make validated splits and a tokenizer from a source."""
     made = host.run_body(stages.dataset.preprocess, **locals())
     return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
 
 
-@task(**DATASET)
+@task(**host.task_options("ingest"))
 def ingest(run: RunContext, settings: IngestSettings, champion: FlyteDirectory) -> Dataset:
     """Add new problems to the champion's dataset."""
     made = host.run_body(stages.dataset.ingest, **locals())
     return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
 
 
-# Not cached: an alias may point to another version tomorrow.
-@task(**host.short("hub", minutes=120, retries=3, interruptible=True, **host.DECK))
+@task(**host.task_options("fetch"))
 def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
     """Download a model: models:/NAME@ALIAS, models:/NAME/VERSION, a folder, address or hub id."""
     return host.directory(stages.fetch.fetch, **locals())
 
 
-@on_profiles(**COMPUTES)
+@on_profiles()
 def reward_audit(
     run: RunContext, settings: RewardAuditSettings, dataset: FlyteDirectory
 ) -> FlyteDirectory:
@@ -155,22 +131,13 @@ def reward_audit(
     return host.directory(stages.reward_audit.reward_audit, **locals())
 
 
-@on_profiles(**TRAINS)
+@on_profiles()
 def sft(run: RunContext, settings: SFTSettings, dataset: FlyteDirectory) -> FlyteDirectory:
     """Fine-tune the start model, unless `sft.skip`."""
     return host.directory(stages.training.sft, **locals())
 
 
-# Requests are the submitter's; they are copied to no Ray pod that has a template of its own.
-@on_profiles(
-    **{
-        **TRAINS,
-        "task_config": ray_cluster,
-        "requests": host.SMALL,
-        "retries": 5,
-        "timeout": timedelta(days=3),
-    }
-)
+@on_profiles()
 def rl(
     run: RunContext,
     settings: RLSettings,
@@ -182,7 +149,7 @@ def rl(
     return host.directory(stages.training.rl, **locals())
 
 
-@on_profiles(**COMPUTES)
+@on_profiles()
 def pairs(
     run: RunContext, settings: PairsSettings, dataset: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
@@ -190,7 +157,7 @@ def pairs(
     return host.directory(stages.preferences.pairs, **locals())
 
 
-@on_profiles(**{**TRAINS, "timeout": timedelta(hours=6)})
+@on_profiles()
 def reference_log_probs(
     run: RunContext, settings: PreferenceSettings, pairs: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
@@ -198,7 +165,7 @@ def reference_log_probs(
     return host.directory(stages.preferences.reference_log_probs, **locals())
 
 
-@on_profiles(**TRAINS)
+@on_profiles()
 def preference_training(
     run: RunContext,
     settings: PreferenceSettings,
@@ -228,30 +195,18 @@ def learn_in_rounds(
 ) -> FlyteDirectory:
     """Make preferences, their reference and an update, `pairs.rounds` times.
 
-    One round is the offline pipeline; in several the policy of the round before makes the pairs and
-    is the reference. How many there are is known when a run starts: the nodes are written then.
+    How many there are is known when a run starts: the nodes are written then.
     """
-    policy, seed = start, settings.seed
-    # A round's pairs don't depend on how many others there are.
-    config = pairs_settings.config.model_copy(update={"rounds": 1})
-    reference_config = stages.preferences.reference_settings(settings.config)
-    reference = settings.model_copy(update={"config": reference_config})
-    for number in range(pairs_settings.config.rounds):
-        round_settings = {"config": config, "seed": seed + number}
-        made = pairs(
-            profile,
-            run=run,
-            settings=pairs_settings.model_copy(update=round_settings),
-            dataset=dataset,
-            policy=policy,
-        )
+    policy = start
+    for one in stages.preferences.rounds(pairs_settings, settings):
+        made = pairs(profile, run=run, settings=one.pairs, dataset=dataset, policy=policy)
         log_probs = reference_log_probs(
-            profile, run=run, settings=reference, pairs=made, policy=policy
+            profile, run=run, settings=one.reference, pairs=made, policy=policy
         )
         policy = preference_training(
             profile,
             run=run,
-            settings=settings.model_copy(update={"seed": seed + number}),
+            settings=one.training,
             pairs=made,
             policy=policy,
             reference=log_probs,
@@ -259,7 +214,7 @@ def learn_in_rounds(
     return policy
 
 
-@on_profiles(**TRAINS)
+@on_profiles()
 def reward_model_training(
     run: RunContext, settings: RewardModelSettings, pairs: FlyteDirectory, policy: FlyteDirectory
 ) -> FlyteDirectory:
@@ -267,8 +222,7 @@ def reward_model_training(
     return host.directory(stages.preferences.reward_model_training, **locals())
 
 
-# On the profile's machine, as two reward models score the held-out pairs.
-@on_profiles(**PROMOTES)
+@on_profiles()
 def reward_model_promotion(
     run: RunContext,
     settings: RewardModelGateSettings,
@@ -291,7 +245,7 @@ class Evaluation(NamedTuple):
     rows_rl: host.EvaluationRows
 
 
-@stages_of(**{k: v for k, v in COMPUTES.items() if k not in host.DECK})
+@stages_of
 def evaluate_part(
     part: int,
     run: RunContext,
@@ -314,7 +268,7 @@ def parts_of(profile: Profile, inputs: Mapping[str, Any]) -> Any:
     return map_task(partial(evaluate_part(profile), **given))(part=list(range(parts)))
 
 
-@on_profiles(**COMPUTES, made_inside={"parts": parts_of})
+@on_profiles(made_inside={"parts": parts_of})
 def evaluate(
     run: RunContext,
     settings: EvaluationSettings,
@@ -338,8 +292,7 @@ def evaluate(
     return Evaluation(FlyteDirectory(made.uri), *host.tables(made, *names))
 
 
-# On the profile's machine, as it may have to evaluate the champion.
-@on_profiles(**PROMOTES)
+@on_profiles()
 def promote(
     run: RunContext,
     settings: PromotionSettings,
@@ -352,25 +305,25 @@ def promote(
     return host.directory(stages.promotion.promote, **locals())
 
 
-@task(**host.short())
+@task(**host.task_options("waits_for_approval"))
 def waits_for_approval(promotion: FlyteDirectory) -> bool:
     """Return whether a promotion lacks only approval: the condition of a workflow branch."""
     return bool(host.run_body(stages.promotion.read_decision, **locals())["waits_for_approval"])
 
 
-@task(**host.short())
+@task(**host.task_options("keep_promotion"))
 def keep_promotion(promotion: FlyteDirectory) -> FlyteDirectory:
     """Return a promotion as it is, for the workflow branch without approval."""
     return host.directory(lambda promotion: shared(promotion.local()), **locals())
 
 
-@task(**host.short())
+@task(**host.task_options("approval_request"))
 def approval_request(promotion: FlyteDirectory) -> str:
     """Return what a person is asked to approve, as Flyte's console shows it."""
     return host.run_body(stages.promotion.approval_request, **locals())
 
 
-@task(**host.short(minutes=60, **host.DECK))
+@task(**host.task_options("rollback"))
 def rollback(
     model_name: str,
     reason: str,
@@ -385,7 +338,7 @@ def rollback(
     return host.directory(stages.promotion.rollback, **locals())
 
 
-@task(**host.short(**host.DECK))
+@task(**host.task_options("report"))
 def report(
     run: RunContext,
     config_digest: str,
@@ -399,19 +352,19 @@ def report(
     return host.file(stages.evaluation.report, **locals())
 
 
-@task(**host.short(**host.DECK))
+@task(**host.task_options("finalize"))
 def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
     """Write the artifact's metrics to the MLflow run, end the run, and return the artifact."""
     return host.directory(stages.evaluation.finalize, **locals())
 
 
-@task(**host.short(**host.DECK))
+@task(**host.task_options("finalize_skipped"))
 def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
     """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
     return host.file(stages.evaluation.finalize_skipped, **locals())
 
 
-@task(**host.short(minutes=360, **host.DECK))
+@task(**host.task_options("review"))
 def review(
     artifact: str, against: str, store: str, verify_content: bool, require_signatures: bool
 ) -> FlyteFile:

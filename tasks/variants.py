@@ -16,11 +16,10 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from flytekit import Cache, PodTemplate, Resources, dynamic, task
+from flytekit import Cache, PodTemplate, dynamic, task
 from flytekit.core.context_manager import ExecutionParameters, FlyteContextManager, FlyteEntities
 from flytekit.core.workflow import WorkflowBase
 from flytekit.extend import TaskPlugins
@@ -28,9 +27,10 @@ from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
 from engine.config import digest
+from engine.stages import pods
 from engine.stages.profiles import LAPTOP, Profile
-from tasks.flytekit_setup import Need, image, registration_environment, with_secrets
-from tasks.host import IMAGE, SMALL
+from tasks.flytekit_setup import image
+from tasks.host import IMAGE, SMALL, task_options
 
 if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
@@ -38,12 +38,12 @@ if TYPE_CHECKING:
 
 def worker_pod(profile: Profile, container: str) -> PodTemplate:
     """Return the pod of a whole machine, say a Ray worker."""
-    return _LazyPodTemplate(container, profile, profile.cpus, profile.memory_gib, profile.gpus)
+    return _LazyPodTemplate(container, partial(pods.machine_pod, container, profile))
 
 
 def head_pod(container: str) -> PodTemplate:
-    """Return the pod of a Ray head: no GPU and no toleration of GPU machines' taint."""
-    return _LazyPodTemplate(container, LAPTOP, 1, 4, 0)  # cores, GiB and GPUs
+    """Return the pod of a Ray head."""
+    return _LazyPodTemplate(container, partial(pods.head_pod, container))
 
 
 def stage_pod(profile: Profile) -> PodTemplate | None:
@@ -57,38 +57,12 @@ class _LazyPodTemplate(PodTemplate):
     The Kubernetes client's 800 modules would slow down the start of every command.
     """
 
-    def __init__(
-        self, container: str, profile: Profile, cpus: int, memory_gib: int, gpus: int
-    ) -> None:
-        self.primary_container_name, self._profile = container, profile
-        self._amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi"}
-        self._gpus = {profile.resource: str(gpus)} if gpus else {}
+    def __init__(self, container: str, spec: Callable[[], V1PodSpec]) -> None:
+        self.primary_container_name, self._spec = container, spec
 
     @cached_property
     def pod_spec(self) -> V1PodSpec:
-        from kubernetes import client
-
-        profile, amounts = self._profile, self._amounts | self._gpus
-        # Ray's object store and torch's queues need more than the usual 64 MB.
-        size = f"{profile.shared_memory_gib}Gi"
-        memory = client.V1EmptyDirVolumeSource(medium="Memory", size_limit=size)
-        variables = [client.V1EnvVar(name=k, value=v) for k, v in profile.variables.items()]
-        container = client.V1Container(
-            name=self.primary_container_name,
-            resources=client.V1ResourceRequirements(requests=amounts, limits=amounts),
-            env=variables or None,
-            volume_mounts=[client.V1VolumeMount(name="shm", mount_path="/dev/shm")],
-        )
-        taints = [
-            client.V1Toleration(key=resource, operator="Exists", effect="NoSchedule")
-            for resource in self._gpus
-        ]
-        return client.V1PodSpec(
-            containers=[container],
-            node_selector=dict(profile.node_labels) or None,
-            tolerations=taints or None,
-            volumes=[client.V1Volume(name="shm", empty_dir=memory)],
-        )
+        return self._spec()
 
 
 @dataclass
@@ -132,11 +106,6 @@ def ray_cluster(profile: Profile) -> LocalRayJobConfig:
     )
 
 
-def ray_cluster_of_gpus(profile: Profile) -> LocalRayJobConfig | None:
-    """Return the same where machines have several GPUs; a pod has the only one by itself."""
-    return ray_cluster(profile) if profile.max_gpus > 1 else None
-
-
 PROFILE_VARIABLE = "HYBRIDFLYTE_PROFILE"  # of a stage's container: its profile as JSON
 
 StageOn = Callable[[Profile], Any]  # makes a stage's task for these machines
@@ -145,87 +114,63 @@ MadeInside = Callable[[Profile, Mapping[str, Any]], Any]
 
 
 def on_profiles(
-    *,
-    retries: int,
-    timeout: timedelta,
-    made_inside: Mapping[str, MadeInside] | None = None,
-    **options: Any,
+    *, made_inside: Mapping[str, MadeInside] | None = None
 ) -> Callable[[Callable[..., Any]], Any]:
     """Decorate a function: make it a stage whose first input is its profile.
 
-    `made_inside` are inputs that the dynamic task makes, by further tasks on the same machines; the
-    rest is as in `stages_of`.
+    `made_inside` are inputs that the dynamic task makes, by further tasks on the same machines.
     """
 
     def make(body: Callable[..., Any]) -> Any:
-        stage_on = stages_of(retries=retries, timeout=timeout, **options)(body)
+        options = pods.STAGES[body.__name__]
         return dynamic(
-            _with_profile(body, stage_on, made_inside or {}),
+            _with_profile(body, stages_of(body), made_inside or {}),
             cache=False,
             container_image=IMAGE,
             requests=SMALL,
             retries=2,  # of its own pod: a stage that failed ends it for good
-            timeout=(retries + 1) * timeout,  # holds for all attempts at the stage
-            environment=registration_environment(),
+            timeout=(options.retries + 1) * options.timeout,  # holds for all attempts at the stage
+            environment=pods.registration_environment(),
         )
 
     return make
 
 
-def stages_of(
-    *,
-    requests: Resources,
-    task_config: Callable[[Profile], Any] | None = None,
-    retries: int,
-    timeout: timedelta,
-    cache: Cache | bool = False,
-    needs: tuple[Need, ...] = ("hub",),
-    **options: Any,
-) -> Callable[[Callable[..., Any]], StageOn]:
-    """Decorate a function: make it a stage that dynamic tasks lay out.
+def stages_of(body: Callable[..., Any]) -> StageOn:
+    """Decorate a function: make it a stage that dynamic tasks lay out."""
+    starts_ray = pods.STAGES[body.__name__].starts_ray
 
-    `requests` is for profiles without GPUs. `task_config(profile)` is for tasks that start a
-    cluster, unless it is None. `timeout` is of an attempt. `options`: flytekit's.
-    """
+    @functools.wraps(body)
+    def function(*arguments: Any, **inputs: Any) -> Any:
+        return body(*arguments, **inputs)
 
-    def make(body: Callable[..., Any]) -> StageOn:
-        @functools.wraps(body)
-        def function(*arguments: Any, **inputs: Any) -> Any:
-            return body(*arguments, **inputs)
+    function.__name__ = function.__qualname__ = f"{body.__name__}_stage"
 
-        function.__name__ = function.__qualname__ = f"{body.__name__}_stage"
+    def stage_on(profile: Profile) -> Any:
+        options = task_options(body.__name__)
+        environment = options.pop("environment", {})
+        # In flytekit 1.16 a task's requests replace those of its pod template.
+        machines: dict[str, Any] = {"requests": options["requests"]}
+        if starts_ray(profile):
+            machines = {"task_config": ray_cluster(profile), "requests": SMALL}
+        elif pod := stage_pod(profile):
+            machines = {"pod_template": pod, "requests": None}
+        cache = options["cache"]
+        changed = {
+            "container_image": image(profile.image_kind),
+            "cache": replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache,
+            "environment": {PROFILE_VARIABLE: profile.model_dump_json()} | environment,
+        }
+        made = task(function, **{**options, **machines, **changed})
+        # flytekit 1.16 puts the running program's module before the stage's name otherwise.
+        made._instantiated_in = body.__module__
+        return made
 
-        def stage_on(profile: Profile) -> Any:
-            cluster, secrets = task_config and task_config(profile), with_secrets(*needs)
-            # In flytekit 1.16 a task's requests replace those of its pod template.
-            machines: dict[str, Any] = {"requests": requests}
-            if cluster is not None:
-                machines = {"task_config": cluster, "requests": SMALL}
-            elif pod := stage_pod(profile):
-                machines = {"pod_template": pod}
-            environment = {PROFILE_VARIABLE: profile.model_dump_json()}
-            made = task(
-                function,
-                container_image=image(profile.image_kind),
-                retries=retries,
-                timeout=timeout,
-                cache=replace(cache, salt=digest(profile)) if isinstance(cache, Cache) else cache,
-                environment=environment | secrets.pop("environment", {}),
-                **machines,
-                **secrets,
-                **options,
-            )
-            # flytekit 1.16 puts the running program's module before the stage's name otherwise.
-            made._instantiated_in = body.__module__
-            return made
-
-        # A container finds the stage by module and name; PROFILE_VARIABLE says its profile.
-        text = os.environ.get(PROFILE_VARIABLE)
-        profile = Profile.model_validate_json(text) if text else LAPTOP
-        setattr(sys.modules[body.__module__], function.__name__, stage_on(profile))
-        return stage_on
-
-    return make
+    # A container finds the stage by module and name; PROFILE_VARIABLE says its profile.
+    text = os.environ.get(PROFILE_VARIABLE)
+    profile = Profile.model_validate_json(text) if text else LAPTOP
+    setattr(sys.modules[body.__module__], function.__name__, stage_on(profile))
+    return stage_on
 
 
 def _with_profile(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,10 +22,9 @@ from flytekit.models.concurrency import ConcurrencyLimitBehavior, ConcurrencyPol
 
 from engine.config import load_config
 from engine.errors import ConfigError
+from engine.stages import pods
 from tasks.inputs import RLHFConfig
 
-NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # addresses, separated by commas
-SLACK = "slack:"  # before the mail address of a Slack channel
 MAX_PARALLELISM = 8  # nodes of one execution at once; the longest row of stages side by side is 2
 FAILED = (
     WorkflowExecutionPhase.FAILED,
@@ -108,18 +106,8 @@ def launch_plan(
 
 def notifications(phases: list[int]) -> list[Notification]:
     """Notify the recipients in HYBRIDFLYTE_NOTIFY; ConfigError for an invalid address."""
-    text = os.environ.get(NOTIFY_VARIABLE, "")
-    recipients: dict[type[Email | Slack], list[str]] = {Email: [], Slack: []}
-    for entry in filter(None, map(str.strip, text.split(","))):
-        address = entry.removeprefix(SLACK)
-        name, _, host = address.partition("@")
-        if not (name and host):
-            raise ConfigError(
-                f"{NOTIFY_VARIABLE}={text!r}: {address!r} is no e-mail address; separate several "
-                f"by commas, and write {SLACK}ADDRESS for a Slack channel's"
-            )
-        recipients[Email if entry == address else Slack].append(address)
-    return [kind(phases=phases, recipients_email=to) for kind, to in recipients.items() if to]
+    kinds = {Email: pods.recipients(slack=False), Slack: pods.recipients(slack=True)}
+    return [kind(phases=phases, recipients_email=to) for kind, to in kinds.items() if to]
 
 
 def settings(name: str) -> RLHFConfig:

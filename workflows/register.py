@@ -34,10 +34,9 @@ from flytekit.tools.translator import FlyteControlPlaneEntity
 
 from engine.console import INTERRUPTED, quiet
 from engine.errors import ConfigError, EngineError
+from engine.stages.pods import IMAGES, NOTIFY, SECRETS
 from engine.storage.digests import hash_file, project_root
 from engine.storage.filesystem import write_atomically
-from tasks.flytekit_setup import VARIABLE as SECRETS
-from tasks.flytekit_setup import VARIABLES
 
 if TYPE_CHECKING:
     from flytekit.remote import FlyteRemote
@@ -118,7 +117,7 @@ PYTHON = "/opt/venv/bin/python"  # in the images
 def serialize(
     root: Path, image: str, project: str = "", domain: str = "", version: str = ""
 ) -> tuple[list[FlyteControlPlaneEntity], SerializationSettings]:
-    """Load all of `workflows/` and return what is to be registered, with the settings used.
+    """Load the modules of `workflows/` and return what is to be registered, with the settings used.
 
     Without project, domain and version these are filled in by who registers the archive
     (`flytectl register files`).
@@ -133,8 +132,9 @@ def serialize(
         version=version or None,
         python_interpreter=PYTHON,
     )
+    modules = sorted((root / "workflows").glob("[!_]*.py"))  # what is Flyte 2's lies below
     with add_sys_path(root):
-        just_load_modules(["workflows"])
+        just_load_modules([f"workflows.{path.stem}" for path in modules])
     # Without the root, which dynamic tasks would carry: an archive is the same in any folder.
     entities = serialize_get_control_plane_entities(settings)
     for entity in entities:
@@ -183,7 +183,6 @@ def write_package(entities: Sequence[FlyteControlPlaneEntity], path: Path) -> No
 
 # The command line.
 
-NOTIFY_VARIABLE = "HYBRIDFLYTE_NOTIFY"  # of workflows.launching, which must not be loaded yet
 CONNECT_SECONDS = 10.0
 CALL_SECONDS = 60.0
 
@@ -199,7 +198,7 @@ class RegistrationError(EngineError):
 @click.option("--project", default="hybridflyte", show_default=True)
 @click.option("--domain", default="development", show_default=True)
 @click.option("--config", default="", help="Flyte's config.yaml; without it as pyflyte finds it")
-@click.option("--notify", default="", help=f"Addresses for mails; without it, ${NOTIFY_VARIABLE}")
+@click.option("--notify", default="", help=f"Addresses for mails; without it, ${NOTIFY}")
 @click.option(
     "--secret", "secrets", multiple=True, help=f"VARIABLE=GROUP/KEY; without any, ${SECRETS}"
 )
@@ -276,9 +275,9 @@ def _set_variables(images: dict[str, str], notify: str, secrets: tuple[str, ...]
             f"{loaded[0]} is loaded already, with other images; register in a process of its own"
         )
     for kind, reference in images.items():
-        os.environ[VARIABLES[kind]] = reference
+        os.environ[IMAGES[kind]] = reference
     if notify:
-        os.environ[NOTIFY_VARIABLE] = notify
+        os.environ[NOTIFY] = notify
     if secrets:
         os.environ[SECRETS] = ",".join(secrets)
 

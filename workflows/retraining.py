@@ -25,8 +25,9 @@ from engine.stages.settings import (
 )
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.inputs import RLHFConfig
-from tasks.stages import fetch, finalize_skipped, ingest, trigger_retraining
-from workflows.parts import improve_and_promote
+from tasks.stages import finalize_skipped, trigger_retraining
+from workflows import pipelines
+from workflows.parts import FRONT
 
 
 @workflow
@@ -44,11 +45,11 @@ def retrain_champion(
     config_digest: str,
 ) -> FlyteFile:
     """Train on the new data, evaluate, and promote by the rules."""
-    start = fetch(run=run, reference=champion, name="champion")
-    dataset = ingest(run=run, settings=ingest_settings, champion=start).dataset
     p = SimpleNamespace(
         run=run,
         profile=profile,
+        champion=champion,
+        ingest=ingest_settings,
         audit_profile=audit_profile,
         reward_audit=audit_settings,
         rl=rl_settings,
@@ -57,7 +58,7 @@ def retrain_champion(
         needs_approval=needs_approval,
         config_digest=config_digest,
     )
-    return improve_and_promote(p, dataset, start)
+    return pipelines.retrain_champion(FRONT, p)
 
 
 @workflow(on_failure=failure.retraining_failed)

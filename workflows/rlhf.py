@@ -5,20 +5,8 @@
         --config preset:gsm8k_smoke
 """
 
-from typing import Any
-
-from flytekit.types.file import FlyteFile
-
 from tasks import failure  # by module: pyflyte can't list a handler's error input
-from workflows.parts import improve_and_promote, pipeline, warm_start_of
+from workflows import pipelines
+from workflows.parts import workflow_of
 
-
-@pipeline(failure.rlhf_failed)
-def rlhf(p: Any) -> FlyteFile:
-    """Warm-start a model (unless `sft.skip`), improve it by RL, and promote it if it is better.
-
-    Returns:
-        The run's summary.json.
-    """
-    dataset, warm_start = warm_start_of(p)
-    return improve_and_promote(p, dataset, warm_start)
+rlhf = workflow_of(pipelines.rlhf, __name__, failure.rlhf_failed)

@@ -53,6 +53,19 @@ def load_config(path: str | Path) -> PipelineConfig:
     return parse_config(read_yaml(config_path(path), f"config file {path}"))
 
 
+def read_settings(text: str) -> Any:
+    """Return JSON values of a path, `preset:NAME` or JSON text; ConfigError for what is none."""
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            hint = "give the path of a YAML or JSON file, preset:NAME, or JSON text"
+            raise ConfigError(f"config is not valid JSON ({error}); {hint}") from None
+    values = read_yaml(config_path(text), f"config file {text}")
+    # JSON has no dates; as text they fail with their field's name.
+    return json.loads(json.dumps(values, default=str))
+
+
 def read_yaml(file: Path, name: str) -> dict[str, Any]:
     """Return the sections of a YAML file, which messages call `name`; raises ConfigError."""
     try:

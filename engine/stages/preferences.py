@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -284,6 +284,32 @@ def open_trainer(
     start = StartModel(str(model), settings.dtype or saved_dtype(model), lora, settings.seed)
     pad = int(load_tokenizer(model).pad_token_id or 0)
     return kind(start, pad, config, seed=settings.seed, start=this.parent("policy").digest)
+
+
+class Round(NamedTuple):
+    """The settings of one round of `pairs`, `reference_log_probs` and `preference_training`."""
+
+    pairs: PairsSettings
+    reference: PreferenceSettings
+    training: PreferenceSettings
+
+
+def rounds(pairs: PairsSettings, settings: PreferenceSettings) -> Iterator[Round]:
+    """Yield the `pairs.rounds` rounds.
+
+    One is the offline pipeline; in several the policy of the round before makes the pairs and is
+    the reference.
+    """
+    # A round's pairs don't depend on how many others there are.
+    config = pairs.config.model_copy(update={"rounds": 1})
+    reference = settings.model_copy(update={"config": reference_settings(settings.config)})
+    for number in range(pairs.config.rounds):
+        seed = settings.seed + number
+        yield Round(
+            pairs.model_copy(update={"config": config, "seed": seed}),
+            reference,
+            settings.model_copy(update={"seed": seed}),
+        )
 
 
 def reference_settings(config: PreferenceTrainingConfig) -> PreferenceTrainingConfig:

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import html
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING
 from engine.config import PipelineConfig, digest
 from engine.config.rl import RECORDS
 from engine.console import display_path, human_time, say
-from engine.errors import PreemptedError, StorageError, TrackingError
+from engine.errors import EngineError, PreemptedError, StorageError, TrackingError
 from engine.redaction import redact
 from engine.stages.profiles import Profile
 from engine.stages.settings import RunContext
@@ -37,6 +38,7 @@ from engine.storage.digests import hash_file, sources_digest
 from engine.storage.filesystem import home
 
 if TYPE_CHECKING:
+    from engine.tracking import Tracker
     from engine.tracking.runs import StageRun
 
 LOCAL_OBJECT_STORE_BYTES = 512 << 20  # object store of a Ray that is started locally
@@ -61,6 +63,14 @@ class CheckpointPaths:
 
     folder: str  # local or s3://…
     previous: str | None = None
+
+
+DRY_RUN = "HYBRIDFLYTE_DRY_RUN"
+
+
+def is_dry_run() -> bool:
+    """Tell whether workflows are planned alone, by the variable HYBRIDFLYTE_DRY_RUN."""
+    return os.environ.get(DRY_RUN, "") not in ("", "0")
 
 
 class Host:
@@ -337,3 +347,64 @@ def ray_for(on_ray: bool) -> contextlib.AbstractContextManager[None]:
     from engine.controller.launch import ray_session
 
     return ray_session("ray", LOCAL_OBJECT_STORE_BYTES)
+
+
+CAUSE_TAG = "hybridflyte.error"
+NODE_TAG = "hybridflyte.failed_node"
+
+
+def record_failure(
+    workflow: str,
+    config: PipelineConfig,
+    cause: str,
+    *,
+    node: str = "",
+    execution: str = "",
+    run: RunContext | None = None,
+    status: str = "FAILED",
+) -> None:
+    """Write the cause to the MLflow run, end it and its open stages, and clean up.
+
+    A stage that raises records that itself. This covers what a stage can't report: a pod killed for
+    memory, a deadline, an image that can't be pulled, a command that a person ends. Checkpoints and
+    cached results stay, so that the next run resumes.
+
+    An `execution` on a cluster is recorded even where it failed before its run was opened; without
+    one there is something to record only for a `run`. A failure to record is printed, not raised:
+    that would hide the cause.
+    """
+    from engine.tracking import Tracker
+
+    try:
+        tracker = Tracker(experiment=config.tracking.experiment)
+        if execution:
+            name, settings = f"{workflow}-{execution}", config.model_dump(mode="json")
+            run_id = tracker.start_pipeline(name, settings, execution_tags(execution), execution)
+            _end_runs(tracker, run_id, cause, node, status)
+        elif run is not None:
+            _end_runs(tracker, run.mlflow_run, cause, node, status)
+        if (home() / ".staging").exists():
+            with artifacts.staging("failure"):  # removes the files of processes that died
+                pass
+    except (EngineError, OSError) as fault:
+        say(f"failure: the cause could not be recorded ({fault})")
+
+
+def _end_runs(tracker: Tracker, run_id: str, cause: str, node: str, status: str) -> None:
+    """Tag the run with the cause, and end it and its stages that are still running."""
+    from engine.tracking.connection import tags
+
+    cause = cause.strip() or "Flyte gave no message; see the failed node in its console"
+    texts = tags({CAUSE_TAG: cause, NODE_TAG: node})
+    with tracker.translated("record a failure"):
+        for key, value in texts.items():
+            tracker.client.set_tag(run_id, key, value)
+        stages = tracker.client.search_runs(
+            [tracker.experiment_id],
+            f"tags.`mlflow.parentRunId` = '{run_id}' and attributes.status = 'RUNNING'",
+        )
+        for stage in stages:
+            tracker.client.set_tag(stage.info.run_id, CAUSE_TAG, texts[CAUSE_TAG])
+            tracker.client.set_terminated(stage.info.run_id, status)
+    tracker.finish_pipeline(run_id, status)
+    say(f"failure: recorded in MLflow run {run_id}")

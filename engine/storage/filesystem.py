@@ -259,10 +259,8 @@ QUICK = Timeouts(attempts=2, connect=3, read=10, request=20)  # to learn what is
 PATIENT = Timeouts(attempts=5, connect=5, read=30, request=120)  # to move content
 
 
-def s3_credentials(uri: str) -> dict[str, object]:
-    """s3fs's options for a URI in S3: AWS's own variables, or else FLYTE_AWS_* of Flyte's pods."""
-    if not uri.startswith(S3_SCHEMES):
-        return {}
+def s3_credentials() -> dict[str, object]:
+    """s3fs's options: AWS's own variables, or else FLYTE_AWS_* of Flyte's pods."""
     endpoint = next((os.environ[name] for name in ENDPOINTS if os.environ.get(name)), None)
     # Also where botocore would find it: s3fs keeps one file system for equal options.
     options: dict[str, object] = {"client_kwargs": {"endpoint_url": endpoint}} if endpoint else {}
@@ -292,16 +290,20 @@ class Files:
         text = os.fspath(uri)
         text = text if "://" in text else str(Path(text).expanduser().absolute())
         self.is_s3 = text.startswith(S3_SCHEMES)
-        options = s3_credentials(text)
         if self.is_s3:
-            options["config_kwargs"] = {
+            # fsspec's registry may name another driver: Flyte 2 puts obstore's there.
+            from s3fs import S3FileSystem
+
+            config = {
                 "connect_timeout": timeouts.connect,
                 "read_timeout": timeouts.read,
                 "retries": {"mode": "standard", "total_max_attempts": 1},
             }
-        self.fs, path = fsspec.core.url_to_fs(text, **options)
-        if self.is_s3:
+            self.fs = S3FileSystem(**s3_credentials(), config_kwargs=config)
+            path = self.fs._strip_protocol(text)
             self.fs.retries = 1
+        else:
+            self.fs, path = fsspec.core.url_to_fs(text)
         self.uri, self.path = text.rstrip("/"), str(path).rstrip("/")
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.timeouts = timeouts

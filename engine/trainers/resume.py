@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Literal, NoReturn, Self, TypeVar
+from typing import ClassVar, Literal, NoReturn, Self, TypeVar
 
 from engine import errors
 from engine.checkpoint import Checkpoint, CheckpointStore, Saver, find_latest
@@ -232,9 +232,11 @@ class PreemptionNotice:
     """Watches for SIGTERM while training runs; a context manager.
 
     After the signal `received` is true, and the training code has `grace_s` seconds to finish its
-    step and save; then PreemptedError is raised wherever the main thread is. Outside of the main
-    thread, where Python delivers no signals, `received` stays false.
+    step and save; then PreemptedError is raised wherever the main thread is. In another thread,
+    where Python delivers no signals, `announce_preemption` tells it, and nothing is raised here.
     """
+
+    elsewhere: ClassVar[list[PreemptionNotice]] = []  # those outside of the main thread
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s, self._at = grace_s, 0.0
@@ -256,6 +258,8 @@ class PreemptionNotice:
         if self._main:
             handlers = ((signal.SIGTERM, self._on_sigterm), (signal.SIGALRM, self._on_deadline))
             self._before = {number: signal.signal(number, handler) for number, handler in handlers}
+        else:
+            self.elsewhere.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -263,11 +267,18 @@ class PreemptionNotice:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             for number, handler in self._before.items():
                 signal.signal(number, handler)
+        else:
+            self.elsewhere.remove(self)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
         if not self.received:
-            self._at = time.monotonic()
             signal.setitimer(signal.ITIMER_REAL, self._grace_s)
+            self.announce()
+
+    def announce(self) -> None:
+        """Tell the training code that the machine is about to be taken away."""
+        if not self.received:
+            self._at = time.monotonic()
             log.warning(
                 "SIGTERM: the current step is finished and saved, within %g s", self._grace_s
             )
@@ -277,6 +288,13 @@ class PreemptionNotice:
             f"pre-empted, and no step was finished and saved in {self._grace_s:g} s; the run "
             "resumes from the checkpoint before (trainer.save_freq, trainer.preemption_grace_s)"
         )
+
+
+def announce_preemption() -> bool:
+    """Tell training outside of the main thread of a SIGTERM; return whether there is any."""
+    for notice in PreemptionNotice.elsewhere:
+        notice.announce()
+    return bool(PreemptionNotice.elsewhere)
 
 
 def ensure_last_save(saver: Saver | None, save: Callable[[], None]) -> None:

@@ -13,14 +13,9 @@ from flytekit.loggers import logger
 from pydantic import BaseModel, JsonValue
 
 from engine.errors import ConfigError
+from engine.stages.pods import SECRETS, read_secrets, registration_environment
 from tasks import host
-from tasks.flytekit_setup import (
-    VARIABLE,
-    load_secrets,
-    read_secrets,
-    registration_environment,
-    with_secrets,
-)
+from tasks.flytekit_setup import load_secrets, with_secrets
 from tasks.host import StageError, flyte_host
 
 # Ctrl-C in a process that loads our tasks.
@@ -141,9 +136,9 @@ def test_names_are_read_and_values_refused() -> None:
 
 
 def test_a_task_asks_for_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(SECRETS, raising=False)
     assert with_secrets("hub", "loggers") == {}, "by default nothing changes"
-    monkeypatch.setenv(VARIABLE, TEXT)
+    monkeypatch.setenv(SECRETS, TEXT)
     asked = {
         needs: [one.env_var for one in with_secrets(*needs)["secret_requests"]]
         for needs in ((), ("hub",), ("hub", "loggers"))
@@ -153,13 +148,13 @@ def test_a_task_asks_for_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("hub",): ["MLFLOW_TRACKING_TOKEN", "HF_TOKEN"],
         ("hub", "loggers"): ["MLFLOW_TRACKING_TOKEN", "HF_TOKEN", "WANDB_API_KEY"],
     }
-    assert with_secrets()["environment"] == {VARIABLE: "MLFLOW_TRACKING_TOKEN=team/mlflow"}
-    assert registration_environment()[VARIABLE] == TEXT
+    assert with_secrets()["environment"] == {SECRETS: "MLFLOW_TRACKING_TOKEN=team/mlflow"}
+    assert registration_environment()[SECRETS] == TEXT
 
 
 def test_a_pod_finds_them_and_what_is_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    os.environ[VARIABLE] = "FIRST=team/one,SECOND=team/two"
+    os.environ[SECRETS] = "FIRST=team/one,SECOND=team/two"
     os.environ["FIRST"] = "of the pod"
     os.environ["_FSEC_TEAM_ONE"], os.environ["_FSEC_TEAM_TWO"] = "1", "2"  # as Flyte injects them
     load_secrets()
@@ -168,7 +163,7 @@ def test_a_pod_finds_them_and_what_is_set_wins(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_missing_secret_ends_in_a_sentence_only_in_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    os.environ[VARIABLE] = "THIRD=team/three"
+    os.environ[SECRETS] = "THIRD=team/three"
     with flyte_host():  # on a laptop variables are what they are
         assert "THIRD" not in os.environ
     monkeypatch.setattr(host, "on_cluster", lambda: True)

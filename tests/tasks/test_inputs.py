@@ -14,11 +14,12 @@ from flytekit.core.context_manager import ExecutionState
 from flytekit.core.type_engine import TypeEngine
 
 from engine.config import digest
+from engine.config.text import read_settings
 from engine.data import contract, rows
-from engine.errors import DataError, StorageError
+from engine.errors import ConfigError, DataError, StorageError
 from engine.stages.plan import model_digest, pin_model_commit, pin_named_content
 from tasks.host import RLPrompts, SFTPairs, TableFile, as_table, open_table
-from tasks.inputs import RLHFConfig, read_settings
+from tasks.inputs import RLHFConfig
 
 
 def test_json_text() -> None:
@@ -49,7 +50,7 @@ def test_small_numbers_as_yaml_writes_them(tmp_path: Path) -> None:
 def test_a_binary_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(b"\xff\xfe\x00model")
-    with pytest.raises(click.UsageError, match="can't be read"):
+    with pytest.raises(ConfigError, match="can't be read"):
         read_settings(str(path))
 
 
@@ -63,7 +64,7 @@ def test_two_faults_are_both_named() -> None:
 def test_a_preset_by_its_name() -> None:
     config = RLHFConfig.model_validate(read_settings("preset:gsm8k-7b-8gpu"))
     assert config.model.path == "Qwen/Qwen2.5-7B-Instruct"
-    with pytest.raises(click.UsageError, match=r"preset:nope.*no such preset.*ppo"):
+    with pytest.raises(ConfigError, match=r"preset:nope.*no such preset.*ppo"):
         read_settings("preset:nope")
 
 

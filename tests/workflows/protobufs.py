@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from flyteidl.admin.launch_plan_pb2 import LaunchPlanSpec
 from flyteidl.core.tasks_pb2 import TaskTemplate
@@ -68,6 +68,7 @@ def any_inputs(stage: Any, folder: Path) -> dict[str, Any]:
         FlyteDirectory | None: None,
         str: "",
         int: 0,
+        bool: False,
         FlyteDirectory: FlyteDirectory(str(folder), remote_directory=False),
         RunContext: RunContext(run_id="r", mlflow_run="m", experiment="e", started_at=0.0),
     }
@@ -77,6 +78,10 @@ def any_inputs(stage: Any, folder: Path) -> dict[str, Any]:
     def value(kind: Any) -> Any:
         if kind in some:
             return some[kind]
+        if get_origin(kind) is Literal:
+            return get_args(kind)[0]
+        if get_origin(kind) in (dict, tuple):
+            return get_origin(kind)()
         fields = kind.model_fields.items()
         return kind(**{name: value(f.annotation) for name, f in fields if f.is_required()})
 

@@ -17,8 +17,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from protobufs import Registered
 
+from engine.stages.stage import CAUSE_TAG, NODE_TAG
 from engine.tracking import Tracker
-from tasks import failure
 from tasks.failure import record_failure
 from tasks.inputs import RLHFConfig
 
@@ -50,7 +50,7 @@ def test_the_cause_is_in_mlflow_and_nothing_is_open(tried_again: TriedAgain) -> 
         "rl": "FAILED",
     }
     parent = runs["rlhf"]
-    assert "the judge has no quota left" in parent.data.tags[failure.CAUSE_TAG]
+    assert "the judge has no quota left" in parent.data.tags[CAUSE_TAG]
     assert f"failure: recorded in MLflow run {parent.info.run_id}" in outcome.out
     assert tried_again.half_written == []
 
@@ -154,9 +154,9 @@ def test_a_killed_pod_is_recorded_by_the_registered_command(
         "rlhf": "FAILED",
         "rl": "FAILED",
     }
-    assert runs["rlhf"].data.tags[failure.CAUSE_TAG] == message
-    assert runs["rlhf"].data.tags[failure.NODE_TAG] == "n3"
-    assert runs["rl"].data.tags[failure.CAUSE_TAG] == message
+    assert runs["rlhf"].data.tags[CAUSE_TAG] == message
+    assert runs["rlhf"].data.tags[NODE_TAG] == "n3"
+    assert runs["rl"].data.tags[CAUSE_TAG] == message
 
 
 def test_a_failure_before_the_run_was_opened_is_recorded_on_a_cluster(place: Place) -> None:
@@ -165,4 +165,4 @@ def test_a_failure_before_the_run_was_opened_is_recorded_on_a_cluster(place: Pla
     run = runs_of(place.tracking_uri)["evaluate_only"]
     assert run.info.status == "FAILED"
     assert run.data.tags["flyte.execution"] == "f5"
-    assert "Flyte gave no message" in run.data.tags[failure.CAUSE_TAG]
+    assert "Flyte gave no message" in run.data.tags[CAUSE_TAG]

@@ -27,13 +27,14 @@ from protobufs import IMAGE, Registered, any_inputs, as_on
 from engine.config import PipelineConfig, digest, load_config
 from engine.errors import ConfigError
 from engine.stages.plan import pin_named_content
+from engine.stages.pods import NOTIFY
 from engine.stages.profiles import LAPTOP, PROFILES, Profile, read_profile
 from engine.trainers.run_plan import check_config
 from tasks.inputs import RLHFConfig
 from tasks.stages import evaluate, promote, rl, sft
 from tasks.variants import head_pod, stage_pod, worker_pod
 from workflows import launch_plans
-from workflows.launching import LAUNCH_PLANS, NOTIFY_VARIABLE, Launch, launch_plan, settings
+from workflows.launching import LAUNCH_PLANS, Launch, launch_plan, settings
 from workflows.rlhf import rlhf
 
 FILE = str(REPOSITORY / "workflows" / "launch_plans.py")
@@ -201,7 +202,7 @@ def specification(launch: Launch) -> Any:
 def test_a_schedule_and_those_who_are_told(
     made: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(NOTIFY_VARIABLE, "night@example.com, day@example.com")
+    monkeypatch.setenv(NOTIFY, "night@example.com, day@example.com")
     nightly = made(
         "nightly",
         schedule=CronSchedule(schedule="0 2 * * *"),
@@ -230,7 +231,7 @@ def test_nobody_is_told_unless_asked(made: Callable[..., Launch]) -> None:
 def test_a_slack_channel_is_told_as_well(
     made: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(NOTIFY_VARIABLE, "night@example.com,slack:runs@example.slack.com")
+    monkeypatch.setenv(NOTIFY, "night@example.com,slack:runs@example.slack.com")
     mail, slack = specification(made("channel")).entity_metadata.notifications
     assert list(mail.email.recipients_email) == ["night@example.com"]
     assert list(slack.slack.recipients_email) == ["runs@example.slack.com"]
@@ -239,9 +240,9 @@ def test_a_slack_channel_is_told_as_well(
 
 @needs_plans
 def test_what_is_no_address(made: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NOTIFY_VARIABLE, "a@example.com;b")
+    monkeypatch.setenv(NOTIFY, "a@example.com;b")
     assert made("semicolon")  # one address, odd as it is
-    monkeypatch.setenv(NOTIFY_VARIABLE, "team")
+    monkeypatch.setenv(NOTIFY, "team")
     with pytest.raises(ConfigError, match="'team' is no e-mail address"):
         made("nameless")
 

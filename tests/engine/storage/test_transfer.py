@@ -237,15 +237,14 @@ def test_flyte_s_variables_are_taken_where_aws_s_are_not_set(
     monkeypatch.setenv("FLYTE_AWS_ACCESS_KEY_ID", "k")
     monkeypatch.setenv("FLYTE_AWS_SECRET_ACCESS_KEY", "s")
     own = {"client_kwargs": {"endpoint_url": endpoint}}
-    assert s3_credentials("s3://x") == own
-    assert s3_credentials("/x") == {}
+    assert s3_credentials() == own
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://s3")
-    assert s3_credentials("s3://x") == {"client_kwargs": {"endpoint_url": "http://s3"}}
+    assert s3_credentials() == {"client_kwargs": {"endpoint_url": "http://s3"}}
     flyte = {"client_kwargs": {"endpoint_url": "http://flyte"}, "key": "k", "secret": "s"}
     with monkeypatch.context() as patch:
         for variable in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID"):
             patch.delenv(variable)
-        assert s3_credentials("s3://x") == flyte
+        assert s3_credentials() == flyte
 
 
 def test_what_is_there_is_not_overwritten_by_what_must_be_new(uri: str) -> None:

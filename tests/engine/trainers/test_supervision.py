@@ -26,6 +26,7 @@ from engine.errors import PreemptedError, WorkerError
 from engine.storage.folder import CheckpointStorageError
 from engine.trainers.resume import (
     PreemptionNotice,
+    announce_preemption,
     ensure_last_save,
     finish_save_on_error,
     raise_preempted,
@@ -256,3 +257,28 @@ def test_what_breaks_off_leaves_the_commit_under_way_the_grace(
     assert (find_latest(tmp_path) is not None) == (grace_s > 1)
     assert ("the checkpoint of step 2 may be lost" in caplog.text) == (grace_s < 1)
     saving.wait()
+
+
+def test_a_notice_outside_of_the_main_thread_is_told() -> None:
+    """As on Flyte 2, which runs tasks in threads; those of the main one get the signal itself."""
+    with PreemptionNotice(60.0) as in_main:
+        assert not announce_preemption(), "there is no training elsewhere"
+        entered, told = threading.Event(), threading.Event()
+        found: list[float] = []
+
+        def train() -> None:
+            with PreemptionNotice(60.0) as notice:
+                entered.set()
+                told.wait(30)
+                found.extend([notice.received, notice.seconds_left()])
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        assert entered.wait(30)
+        assert announce_preemption()
+        told.set()
+        thread.join(30)
+        assert found[0]
+        assert 0 < found[1] <= 60
+        assert not in_main.received
+    assert not announce_preemption(), "it has ended"

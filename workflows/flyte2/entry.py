@@ -1,0 +1,206 @@
+"""The pipelines of `workflows.pipelines` as tasks of Flyte 2 that a person or a trigger starts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import flyte
+import flyte.errors
+from flyte.io import Dir, File
+from flyte.models import ActionPhase
+from flyte.notify import Email
+
+from engine.console import say
+from engine.stages import pods
+from engine.stages.profiles import Profile
+from engine.stages.settings import Plan, RetrainingPlan
+from engine.stages.stage import Artifact, is_dry_run, record_failure
+from workflows.flyte2 import host, stages
+from workflows.flyte2.environments import DRIVER, task_on
+from workflows.pipelines import Pipeline
+
+APPROVAL_TIMEOUT = timedelta(days=7)
+APPROVED_BY = "Flyte approval"
+MAX_ACTIONS = 8  # of one run at once, as `workflows.launching.MAX_PARALLELISM`
+TYPES = {Path: File, Artifact: Dir}
+
+
+class Front:
+    """The stages as a pipeline calls them: a profile, where they have one, then inputs by name."""
+
+    def __getattr__(self, stage: str) -> Callable[..., Any]:
+        if stage not in pods.STAGES:
+            raise AttributeError(stage)
+        return partial(self.call, stage)
+
+    def call(self, stage: str, *profile: Profile, **inputs: Any) -> Any:
+        """Run a stage as a task of its own; again where its cached folder was deleted."""
+        task = task_on(stages, stage, *profile, cluster=flyte.ctx().is_in_cluster())
+        made = task(**inputs)
+        if host.is_gone(made):
+            say(f"{stage}: its result was deleted from the disk and is made again")
+            made = task.override(cache=host.cache(task.cache.salt, overwrite=True))(**inputs)
+        return made
+
+    def plan(self, **inputs: Any) -> Plan:
+        return Plan(*self.call("plan", **inputs))
+
+    def trigger_retraining(self, **inputs: Any) -> RetrainingPlan:
+        return RetrainingPlan(*self.call("trigger_retraining", **inputs))
+
+    def evaluate(self, profile: Profile, **inputs: Any) -> Dir:
+        """Compare two models; with `evaluate.map_parts` answered by so many tasks at once."""
+        count, parts = inputs["settings"].config.map_parts, None
+        if count > 1:
+            cluster = flyte.ctx().is_in_cluster()
+            given = {name: value for name, value in inputs.items() if name != "audit"}
+            part = partial(task_on(stages, "evaluate_part", profile, cluster=cluster), **given)
+            parts = list(flyte.map(part, range(count), return_exceptions=False))
+        return self.call("evaluate", profile, **inputs, parts=parts)
+
+    def learn_in_rounds(
+        self,
+        profile: Profile,
+        run: Any,
+        pairs_settings: Any,
+        settings: Any,
+        dataset: Dir,
+        start: Dir,
+    ) -> Dir:
+        """Make preferences, their reference and an update, `pairs.rounds` times."""
+        from engine.stages.preferences import rounds
+
+        policy = start
+        for one in rounds(pairs_settings, settings):
+            made = self.pairs(profile, run=run, settings=one.pairs, dataset=dataset, policy=policy)
+            inputs = {"run": run, "pairs": made, "policy": policy}
+            log_probs = self.reference_log_probs(profile, settings=one.reference, **inputs)
+            policy = self.preference_training(
+                profile, settings=one.training, reference=log_probs, **inputs
+            )
+        return policy
+
+    def gate(self, p: Any, dataset: Dir, policy: Dir, evaluation: Dir) -> Dir:
+        """Promote; where approval is all that is missing, wait for a person first.
+
+        Approval runs the promotion again, against the champion of that moment. Without an answer
+        within a week the run fails, and no alias has moved; a "no" leaves the model as it is.
+        """
+        inputs = {"run": p.run, "settings": p.promotion, "dataset": dataset, "policy": policy}
+        promote = partial(self.promote, p.profile, **inputs, evaluation=evaluation)
+        decided = promote(approved_by="")
+        request = self.approval_request(promotion=decided) if p.needs_approval else ""
+        if not request:
+            return decided
+        approval = flyte.new_condition("promotion", prompt=request, timeout=APPROVAL_TIMEOUT)
+        return promote(approved_by=APPROVED_BY) if approval.wait() else decided
+
+    def in_order(self, earlier: Any, later: Any) -> None:
+        """Do nothing: a call returns when its stage has ended."""
+
+
+FRONT = Front()
+
+
+def recorded(
+    workflow: str, config: host.Settings, plan: Callable[[], Any], run: Callable[[Any], Any]
+) -> Any:
+    """Plan a run and run it; where it fails, write the cause to its MLflow run and end that."""
+    kept: dict[str, Any] = {"execution": host.Flyte2Host().execution, "status": "FAILED"}
+    with host.flyte_host():
+        settings = config.parse()
+    if is_dry_run():
+        plan()
+        say("to do     what follows the plan and is not cached; dry run, nothing is computed")
+        host.end_command(0)
+    record = partial(record_failure, workflow, settings)
+    try:
+        p = plan()
+        kept["run"] = p.run
+        host.on_interrupt.append(partial(record, "interrupted", run=p.run, status="KILLED"))
+        return run(p)
+    except Exception as error:
+        if getattr(error, "code", "") == "PreemptedError":
+            kept["status"] = "KILLED"
+        record(str(error), **kept)
+        # A stage has had its own attempts.
+        raise flyte.errors.NonRecoverableError(str(error)) from None
+    finally:
+        host.on_interrupt.clear()
+
+
+def task_of(pipeline: Pipeline, module: str, triggers: Sequence[flyte.Trigger] = ()) -> Any:
+    """Return the task `<module>.<pipeline>`, whose inputs are those of a plan."""
+    own = {parameter.name for parameter in pipeline.own_inputs}
+
+    def composed(**inputs: Any) -> Any:
+        others = {name: inputs.pop(name) for name in own}
+        plan = partial(FRONT.plan, **{"preferences": "", **inputs}, workflow=pipeline.name)
+        run = partial(pipeline.body, FRONT)
+        return recorded(pipeline.name, inputs["config"], plan, lambda p: run(p, **others))
+
+    default = host.Settings(f"preset:{pipeline.preset}" if pipeline.preset else "")
+    signature = pipeline.signature(default, TYPES)
+    composed.__name__ = composed.__qualname__ = pipeline.name
+    composed.__module__ = module
+    composed.__signature__ = signature  # type: ignore[attr-defined]
+    composed.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    composed.__annotations__["return"] = signature.return_annotation
+    composed.__doc__ = inspect.getdoc(pipeline.body)
+    return entry(triggers, pipeline.input_help())(composed)
+
+
+def entry(
+    triggers: Sequence[flyte.Trigger], help: dict[str, str]
+) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a function: make it a task that is started, with a help page for its inputs."""
+
+    def make(body: Callable[..., Any]) -> Any:
+        description, _, returns = (inspect.getdoc(body) or "").partition("\n\nReturns:\n")
+        lines = [f"- `{name}`: {help[name]}" for name in inspect.signature(body).parameters]
+        gives = returns.strip() or "The run's summary.json."
+        docs = flyte.Documentation("\n".join([f"{description}\n", *lines, f"\nOutput: {gives}"]))
+        # A pod that is lost starts again, and finds what its stages have made.
+        options: dict[str, Any] = {"retries": 2, "report": True, "entrypoint": True, "docs": docs}
+        return DRIVER.task(triggers=tuple(triggers), **options)(body)
+
+    return make
+
+
+FAILED = (ActionPhase.FAILED, ActionPhase.ABORTED, ActionPhase.TIMED_OUT)
+
+
+def trigger(
+    name: str, automation: Any = None, *, preset: str = "", ends: bool = False, **inputs: Any
+) -> flyte.Trigger:
+    """Return a trigger that tells those of HYBRIDFLYTE_NOTIFY of failures, or of all `ends`.
+
+    Without automation it is what flytekit calls a launch plan: inputs by a name. `preset` is that
+    of `config`.
+    """
+    people = (*pods.recipients(slack=False), *pods.recipients(slack=True))
+    phases = (*FAILED, ActionPhase.SUCCEEDED) if ends else FAILED
+    config = {"config": host.Settings(f"preset:{preset}")} if preset else {}
+    return flyte.Trigger(
+        name,
+        automation,
+        inputs=config | inputs,
+        max_action_concurrency=MAX_ACTIONS,
+        notifications=(Email(on_phase=phases, recipients=people),) if people else None,
+        labels={"app": "hybridflyte", "launch-plan": name},
+        auto_activate=automation is not None,
+    )
+
+
+FULL: dict[str, Any] = {"path": "openai/gsm8k", "source": "gsm8k", "profile": "8xA100"}
+FULL["model"] = "Qwen/Qwen2.5-1.5B-Instruct"
+
+
+def full(pipeline: Pipeline, preset: str = "full") -> flyte.Trigger:
+    """Return the trigger `<pipeline>_full`: GSM8K on eight GPUs, and a message at each end."""
+    return trigger(f"{pipeline.name}_full", preset=preset, ends=True, **FULL)
