@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pdb
+import re
 import shutil
 from pathlib import Path
 from types import TracebackType
@@ -59,7 +60,7 @@ def recorded(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def test_a_step_is_the_same_again(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert replay.main([str(recorded)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("same: 2")
+    assert re.match(r"same: \d\d metrics", lines[-1])
     assert lines[-1].endswith("metrics, to the bit")
     losses = [line.split() for line in lines if "_loss" in line]
     assert [name for name, *_ in losses] == ["critic/vf_loss", "actor/pg_loss"]

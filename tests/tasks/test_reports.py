@@ -24,7 +24,7 @@ from engine.stages.evaluation import print_summary, read_verdict
 from engine.stages.stage import facts_html
 from engine.storage.artifacts import verify
 from tasks import host
-from tasks.host import DECK, DECK_OF_SETTINGS, LiveDeck
+from tasks.host import DECKS, LiveDeck
 from tasks.stages import evaluate_stage, finalize, plan, trigger_retraining
 
 PAGE = "https://mlflow.example.com/#/experiments/1/runs/ab"
@@ -197,8 +197,8 @@ def test_a_table_has_no_credentials() -> None:
 def test_no_deck_shows_settings_as_they_were_given() -> None:
     """They hold what credentials a person put into them."""
     for task in (plan, trigger_retraining):
-        assert task.deck_fields == list(DECK_OF_SETTINGS["deck_fields"]) == [DeckField.TIMELINE]
-    assert evaluate_stage.deck_fields == list(DECK["deck_fields"])
+        assert task.deck_fields == list(DECKS["settings"]["deck_fields"]) == [DeckField.TIMELINE]
+    assert evaluate_stage.deck_fields == list(DECKS["pages"]["deck_fields"])
     assert DeckField.INPUT not in evaluate_stage.deck_fields
 
 

@@ -38,7 +38,7 @@ def assert_complete(outcome: Outcome) -> None:
 def test_without_a_warm_start_rl_begins_with_the_model_as_it_is(asked: Asked) -> None:
     folder, outcome = asked.start, asked.outcome
     assert outcome.code == 0, outcome.text
-    assert outcome.stages[:4] == ["dataset", "start_model", "rl", "evaluation"]
+    assert outcome.stages[:5] == ["dataset", "start_model", "reward_audit", "rl", "evaluation"]
     start, trained = (Path(outcome.summary["artifacts"][stage]) for stage in ("sft", "rl"))
     assert read_manifest(start).digest == tree_digest(folder)
     dtypes = [json.loads((f / "config.json").read_text())["dtype"] for f in (start, trained)]

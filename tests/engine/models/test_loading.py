@@ -223,7 +223,10 @@ def test_vocabulary_and_context_checks(tiny_folder: Path) -> None:
     size, context = vocabulary_and_context(tiny_folder)
     assert (size, context) == (len(tokenizer), 64)
     check_vocabulary(size, tokenizer, "here")
-    with pytest.raises(ModelError, match=f"{size} tokens but the model in here"):
+    with pytest.raises(
+        ModelError,
+        match=f"with id {size - 1}, but the model in here has an embedding of {size - 1}",
+    ):
         check_vocabulary(size - 1, tokenizer, "here")
     check_context(40, 24, context)
     with pytest.raises(ModelError, match=r"40 tokens and data.max_response_length=25"):

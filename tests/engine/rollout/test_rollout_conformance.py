@@ -17,7 +17,7 @@ from rollout_models import (
 )
 from thorough import and_slow
 
-from engine.errors import RolloutError
+from engine.errors import ModelError, RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 
 STOP = tuple(range(20, 28))
@@ -199,7 +199,7 @@ def test_no_prompts_no_completions(subject: Subject) -> None:
 def test_bad_requests_are_refused(
     subject: Subject, prompts: list[list[int]], params: SamplingParams, message: str
 ) -> None:
-    with pytest.raises(RolloutError, match=message):
+    with pytest.raises((ModelError, RolloutError), match=message):
         subject.engine.generate(prompts, params)
 
 

@@ -175,7 +175,7 @@ def refusal(case: str) -> str:
         ("engine", ["rollout_engine='vllm' decodes an actor's whole model"] * 2),
         ("alone", ["rank 1 of 2: generate can't take num_beams=3", ": generate can't take"]),
         ("arguments", ["same arguments on all ranks"] * 2),
-        ("vocabulary", ["rank 1 of 2: prompt 0", "RolloutError: prompt 0 has token id 97"]),
+        ("vocabulary", ["rank 1 of 2: prompt 0", "ModelError: prompt 0 has token id 97"]),
         ("rows", ["ranks 0 and 1 share their rows (tp_size=2)"] * 2),
         ("closed", ["RolloutError: the actor was closed", "rank 0 of 2: the actor was closed"]),
     ],

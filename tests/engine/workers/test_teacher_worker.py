@@ -20,7 +20,7 @@ from engine.data.tokenizer import load_tokenizer
 from engine.errors import RolloutError
 from engine.models import save_model
 from engine.serve import Identity
-from engine.serve.api_server import ApiServer
+from engine.serve.api_server import ApiServer, ServerLimits
 from engine.serve.native_backend import NativeBackend
 from engine.workers.actor import ActorWorker
 from engine.workers.frozen_models import TeacherWorker
@@ -58,7 +58,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="module")
 def url(folders: list[Path]) -> Iterator[str]:
     """The first teacher behind engine.serve's native server."""
-    server = ApiServer("127.0.0.1", 0, request_timeout=120)
+    server = ApiServer("127.0.0.1", 0, ServerLimits(request_timeout=120))
     server.backend = NativeBackend.load(folders[1], None)
     server.start(Identity("teacher", "models:/teacher@champion", "1", "d" * 64, "e" * 64))
     yield f"http://127.0.0.1:{server.server_port}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import signal
 
+import fsspec
+
 collect_ignore_glob: list[str] = []
 
 if importlib.util.find_spec("flyte") is None:
@@ -13,5 +15,7 @@ else:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     import workflows.flyte2.host  # noqa: F401 (it handles signals from here on)
 
+    # Flyte 2 registers obstore for s3://, with other options than s3fs's, which other tests use.
+    fsspec.register_implementation("s3", "s3fs.S3FileSystem", clobber=True)
     for number, handler in handlers.items():
         signal.signal(number, handler)
