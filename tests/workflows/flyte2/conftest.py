@@ -6,6 +6,7 @@ import importlib.util
 import signal
 
 import fsspec
+from s3fs import S3FileSystem
 
 collect_ignore_glob: list[str] = []
 
@@ -16,6 +17,6 @@ else:
     import workflows.flyte2.host  # noqa: F401 (it handles signals from here on)
 
     # Flyte 2 registers obstore for s3://, with other options than s3fs's, which other tests use.
-    fsspec.register_implementation("s3", "s3fs.S3FileSystem", clobber=True)
+    fsspec.register_implementation("s3", S3FileSystem, clobber=True)
     for number, handler in handlers.items():
         signal.signal(number, handler)
