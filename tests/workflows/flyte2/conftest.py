@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+from collections.abc import Iterator
 
 import fsspec
+import pytest
 from s3fs import S3FileSystem
 
 collect_ignore_glob: list[str] = []
@@ -16,7 +18,15 @@ else:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     import workflows.flyte2.host  # noqa: F401 (it handles signals from here on)
 
-    # Flyte 2 registers obstore for s3://, with other options than s3fs's, which other tests use.
-    fsspec.register_implementation("s3", S3FileSystem, clobber=True)
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    # Importing Flyte 2 makes obstore the driver of s3://; outside of these tests it is s3fs.
+    OBSTORE = fsspec.get_filesystem_class("s3")
+    fsspec.register_implementation("s3", S3FileSystem, clobber=True)
+
+    @pytest.fixture(autouse=True)
+    def s3_by_obstore() -> Iterator[None]:
+        """The driver that a process has after importing Flyte 2."""
+        fsspec.register_implementation("s3", OBSTORE, clobber=True)
+        yield
+        fsspec.register_implementation("s3", S3FileSystem, clobber=True)
