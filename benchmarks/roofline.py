@@ -104,7 +104,7 @@ def main() -> None:
 def print_choices(sizes: Iterable[str]) -> None:
     """Print which kernels run at the widths of these models, as this machine has measured them."""
     widths = {SIZES[size].hidden for size in sizes}
-    print("\nkernel, rows and widths, threads: compiled ms, library ms")
+    print("\nkernel, rows and widths, threads: the times of both → what runs")
     for choice in known_choices():
         if choice.shape[1] in widths:
             print(f"  {choice}")

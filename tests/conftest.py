@@ -31,7 +31,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Ray runs its workers at niceness 15, and beside the other tests' processes they would starve.
 os.environ.setdefault("RAY_worker_niceness", "0")
 # A timing beside other tests is no measure of the processor; `test_choices` tries both.
-os.environ.setdefault("HYBRIDFLYTE_KERNELS", "compiled")
+os.environ.setdefault("HYBRIDFLYTE_KERNELS", "AVX512-BF16")
 # A server that is not there is asked as often as ever, without seconds between.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR", "0")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_BACKOFF_JITTER", "0")

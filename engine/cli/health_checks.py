@@ -178,9 +178,11 @@ def describe_kernels() -> str:
     """Name the processor, whether kernels are compiled for it, and what was chosen so far."""
     from engine.kernels import choices, training_ops
 
-    compiled = "compiled kernels" if training_ops.library() else "PyTorch's operations"
+    compiled = "PyTorch's operations"
+    if training_ops.library():
+        compiled = f"kernels compiled for {training_ops.fastest_products()}"
     known = choices.known_choices()
-    by_library = [f"{c.kernel} {'x'.join(map(str, c.shape))}" for c in known if not c.is_compiled]
+    by_library = [f"{c.kernel} {'x'.join(map(str, c.shape))}" for c in known if c.name == "library"]
     faster = f"; the library is faster for {', '.join(by_library)}" if by_library else ""
     return f"{choices.processor()}: {compiled}, {len(known)} shapes timed{faster}"
 

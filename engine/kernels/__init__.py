@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).with_name("cpu")
 _FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC", "-fopenmp", "-mfma"]
 _FLAGS += [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")]
-_VARIANTS = {  # by what multiplies bfloat16
+_INSTRUCTION_FLAGS = {  # that multiply bfloat16; FMA those of float32, widened in the cache
     "AVX512-BF16": [],
-    "float32's multiply-add": ["-DMULTIPLY_ADD"],
+    "FMA": ["-DMULTIPLY_ADD"],
     "AMX": ["-DTILES", "-mamx-tile", "-mamx-bf16"],
 }
 _COMPILER_S = 120.0
@@ -58,14 +58,15 @@ def sources_digest(flags: Sequence[str] = ()) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:20]
 
 
-def compiled(source: str, variant: str = "AVX512-BF16") -> ctypes.CDLL | None:
-    """Compile a file of `cpu/`, its products by `variant`; None where that can't be done or used.
+def compiled(source: str, instructions: str = "AVX512-BF16") -> ctypes.CDLL | None:
+    """Compile a file of `cpu/`, its products by `instructions`; None where that can't be done.
 
     OpenMP's threads are those of PyTorch.
     """
     if platform.machine() != "x86_64" or not torch.cpu._is_avx512_bf16_supported():
         return None
-    compiler, flags = shutil.which(os.environ.get("CC") or "cc"), _VARIANTS[variant]
+    compiler = shutil.which(os.environ.get("CC") or "cc")
+    flags = _INSTRUCTION_FLAGS[instructions]
     name = f"{Path(source).stem}-{sources_digest(flags)}.so"
     folder = cache_folder()
     try:

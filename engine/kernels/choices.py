@@ -4,7 +4,9 @@ The compiled loops of `cpu/` and the library's operations (oneDNN's and MKL's pr
 compute the same. Which is faster depends on the processor and the shape. The first use of a shape
 times both in turns and writes the choice to a file beside the compiled ones; later processes read
 it, so that a run on this machine repeats bit for bit. The compiled one is kept unless the library
-takes less than `_MARGIN` of its time. `HYBRIDFLYTE_KERNELS=compiled` or `=library` forces a choice.
+takes less than `_MARGIN` of its time. In the same way the instructions of the compiled loops'
+products are chosen. `HYBRIDFLYTE_KERNELS=compiled` or `=library` forces a choice, and
+`=AVX512-BF16`, `=FMA` or `=AMX` the compiled loops with these instructions.
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from pathlib import Path
 
 import torch
 
+from engine.errors import ConfigError
 from engine.kernels import cache_folder, has_tiles, sources_digest
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "HYBRIDFLYTE_KERNELS"
 IMPLEMENTATIONS = ("compiled", "library")
+INSTRUCTIONS = ("AVX512-BF16", "FMA", "AMX")
 _MARGIN = 0.9
 _ROUNDS = 3
 _LONG_S = 0.2  # of a first round, after which one more is enough
@@ -41,25 +45,30 @@ _forced = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What was measured of a kernel at a shape, in milliseconds, and what runs since."""
+    """What was measured of two implementations of a kernel at a shape, and which one runs since."""
 
     kernel: str  # e.g. linears
     shape: tuple[int, ...]  # e.g. (512, 256, 256, 64, 64): rows, and sizes of the matrices
     threads: int
-    compiled_ms: float
-    library_ms: float
+    first_ms: float
+    second_ms: float
+    names: tuple[str, str] = IMPLEMENTATIONS
 
     def __str__(self) -> str:
         """Say it in one line."""
-        times = f"{self.compiled_ms:.3f} ms, {self.library_ms:.3f} ms"
-        names = self.kernel.split(", not ") if ", not " in self.kernel else IMPLEMENTATIONS
-        chosen = names[not self.is_compiled]
-        return f"{self.kernel} {'x'.join(map(str, self.shape))}, {self.threads}: {times} → {chosen}"
+        times = f"{self.names[0]} {self.first_ms:.3f} ms, {self.names[1]} {self.second_ms:.3f} ms"
+        sizes = "x".join(map(str, self.shape))
+        return f"{self.kernel} {sizes}, {self.threads}: {times} → {self.name}"
+
+    @property
+    def name(self) -> str:
+        """The implementation that runs."""
+        return self.names[self.second_ms < _MARGIN * self.first_ms]
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the compiled kernel runs."""
-        return self.library_ms >= _MARGIN * self.compiled_ms
+        """Whether the compiled kernel runs, and not the library's operations."""
+        return self.name == IMPLEMENTATIONS[0]
 
 
 def choose(
@@ -67,32 +76,37 @@ def choose(
     rows: int,
     sizes: tuple[int, ...],
     run: Callable[[bool, int], object],
+    names: tuple[str, str] = IMPLEMENTATIONS,
+    *,
     clock: Callable[[], float] = time.perf_counter,
+    measured: bool = False,
 ) -> Choice:
-    """Return the choice for a shape; at the first use of one `run(compiled, rows)` is timed.
+    """Return the choice for a shape; at the first use of one `run(first, rows)` is timed.
 
-    Rows are counted in powers of two up to 512; one choice holds for all with the same.
-    Where `run` has no other thread, `clock` may count this one's CPU seconds, which other processes
-    don't change.
+    Rows are counted in powers of two up to 512; one choice holds for all with the same. A forced
+    implementation that isn't one of `names` takes the first, unless it is to be `measured`. Where
+    `run` has no other thread, `clock` may count this one's CPU seconds, which other processes don't
+    change. Raises ConfigError for a wrong value of HYBRIDFLYTE_KERNELS.
     """
     shape = (min(_MOST_ROWS, 1 << max(4, (rows - 1).bit_length())), *sizes)
     key = (kernel, shape, torch.get_num_threads())
-    if (implementation := _forced_implementation()) is not None:
-        by_library = implementation == "library"
-        return Choice(*key, compiled_ms=float(by_library), library_ms=float(not by_library))
-    if (choice := _known().get(key)) is not None:
+    forced = forced_implementation()
+    if forced is not None and not measured:
+        is_second = forced == names[1]
+        return Choice(*key, first_ms=float(is_second), second_ms=float(not is_second), names=names)
+    if (choice := _known().get((*key, names))) is not None:
         return choice
     with _lock:
         _read()
-        if key not in _known():
-            _write(Choice(*key, *_milliseconds(run, shape[0], clock)))
+        if (*key, names) not in _known():
+            _write(Choice(*key, *_milliseconds(run, shape[0], clock), names))
             _read()  # another process may have been first
-        return _known()[key]
+        return _known()[(*key, names)]
 
 
 def all_compiled(choices: Sequence[Choice]) -> bool:
     """Whether several kernels take less time together where all of them are compiled."""
-    compiled, library = (sum(getattr(c, f"{name}_ms") for c in choices) for name in IMPLEMENTATIONS)
+    compiled, library = sum(c.first_ms for c in choices), sum(c.second_ms for c in choices)
     return library >= _MARGIN * compiled
 
 
@@ -114,34 +128,46 @@ def known_choices() -> list[Choice]:
         return list(_known().values())
 
 
-def _forced_implementation() -> str | None:
-    implementation = getattr(_forced, "implementation", None) or os.environ.get(VARIABLE)
-    if implementation not in (None, "", *IMPLEMENTATIONS):
-        raise ValueError(f"{VARIABLE} is {implementation!r}; use compiled or library, or unset it")
-    return implementation or None
+def forced_implementation() -> str | None:
+    """Return what this thread, or HYBRIDFLYTE_KERNELS, forces: an implementation, or instructions.
+
+    Raises ConfigError for a name that is neither.
+    """
+    forced = getattr(_forced, "implementation", None) or os.environ.get(VARIABLE)
+    if forced not in (None, "", *IMPLEMENTATIONS, *INSTRUCTIONS):
+        values = ", ".join((*IMPLEMENTATIONS, *INSTRUCTIONS))
+        raise ConfigError(f"{VARIABLE} is {forced!r}; set it to one of {values}, or unset it")
+    return forced or None
 
 
 def _milliseconds(
     run: Callable[[bool, int], object], rows: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Return the least time of the compiled kernel and of the library, in turns."""
+    """Return the least time of the first and of the second implementation, in turns."""
 
-    def seconds(implementation: str) -> float:
+    def seconds(first: bool) -> float:
         begin = clock()
         with torch.no_grad():
-            run(implementation == "compiled", rows)
+            run(first, rows)
         return clock() - begin
 
-    warm_up = sum(map(seconds, IMPLEMENTATIONS))
+    warm_up = seconds(True) + seconds(False)
     rounds = _ROUNDS if warm_up < _LONG_S else 1
-    turns = [[seconds(name) for name in IMPLEMENTATIONS] for _ in range(rounds)]
-    compiled_s, library_s = map(min, zip(*turns, strict=True))
-    return round(1e3 * compiled_s, 4), round(1e3 * library_s, 4)
+    turns = [(seconds(True), seconds(False)) for _ in range(rounds)]
+    first_s, second_s = map(min, zip(*turns, strict=True))
+    return round(1e3 * first_s, 4), round(1e3 * second_s, 4)
+
+
+_Key = tuple[str, tuple[int, ...], int, tuple[str, str]]  # kernel, shape, threads, names
 
 
 @cache
-def _known() -> dict[tuple[str, tuple[int, ...], int], Choice]:
+def _known() -> dict[_Key, Choice]:
     return {}
+
+
+def _keep(choice: Choice) -> None:
+    _known().setdefault((choice.kernel, choice.shape, choice.threads, choice.names), choice)
 
 
 def _read() -> None:
@@ -153,10 +179,11 @@ def _read() -> None:
     for line in lines:
         try:
             values = json.loads(line)
-            choice = Choice(**values | {"shape": tuple(values["shape"])})
+            tuples = {name: tuple(values[name]) for name in ("shape", "names")}
+            choice = Choice(**values | tuples)
         except (ValueError, TypeError, KeyError):  # cut off by a full disk
             continue
-        _known().setdefault((choice.kernel, choice.shape, choice.threads), choice)
+        _keep(choice)
 
 
 def _write(choice: Choice) -> None:
@@ -170,7 +197,7 @@ def _write(choice: Choice) -> None:
             os.close(descriptor)
     except OSError as error:
         log.debug("the choice of %s is not kept: %s", choice.kernel, error)
-        _known().setdefault((choice.kernel, choice.shape, choice.threads), choice)
+        _keep(choice)
 
 
 @cache

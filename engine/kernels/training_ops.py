@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from engine.kernels import compiled, has_tiles
+from engine.kernels import choices, compiled, has_tiles
 from engine.kernels.choices import Choice, choose
 from engine.parallel.module_shards import local_tensor
 
@@ -46,14 +46,17 @@ def library() -> ctypes.CDLL | None:
 
 @cache
 def fastest_products() -> str:
-    """Return what multiplies bfloat16 fastest here, by the names of `compiled`.
+    """Return which of `choices.INSTRUCTIONS` multiply bfloat16 fastest here.
 
-    A float32 product of numbers that are widened in the cache is faster than AVX512-BF16 on Intel's
-    processors: these multiply and add 32 of them in a cycle, and 32 bfloat16 pairs in four. AMX's
-    tiles are faster than both.
+    FMA multiplies numbers that are widened to float32 in the cache. It is faster than AVX512-BF16
+    on Intel's processors, which multiply and add 32 float32 numbers in a cycle, and 32 pairs of
+    bfloat16 in four. AMX's tiles are faster than both.
     """
+    forced = choices.forced_implementation()
+    if forced in choices.INSTRUCTIONS:
+        return forced if forced != "AMX" or has_tiles() else "AVX512-BF16"
     fastest = "AVX512-BF16"
-    for name in ("float32's multiply-add", "AMX"):
+    for name in ("FMA", "AMX"):
         both = {True: _load(fastest), False: _load(name) if name != "AMX" or has_tiles() else None}
         if None in both.values():
             continue
@@ -61,9 +64,10 @@ def fastest_products() -> str:
         if not torch.allclose(first, second, rtol=0.05, atol=1e-3):
             log.warning("products by %s give other numbers; they are left out", name)
             continue
-        run, kernel = partial(_time_products, both), f"{fastest}, not {name}"
-        if not choose(kernel, 512, _TIMED_SIZES, run, time.thread_time).is_compiled:
-            fastest = name
+        run, names = partial(_time_products, both), (fastest, name)
+        clock = time.thread_time
+        choice = choose("mlp", 512, _TIMED_SIZES, run, names, clock=clock, measured=True)
+        fastest = choice.name
     return fastest
 
 
@@ -90,8 +94,8 @@ def _time_products(libraries: Mapping[bool, Any], first: bool, rows: int) -> Ten
 
 
 @cache
-def _load(variant: str) -> ctypes.CDLL | None:
-    functions = compiled("train.c", variant)
+def _load(instructions: str) -> ctypes.CDLL | None:
+    functions = compiled("train.c", instructions)
     if functions is None:
         return None
     p, n = c_void_p, c_int64
@@ -587,7 +591,7 @@ def _mkl_is_fast(threads: int) -> bool:
         x, weight = torch.ones(rows, 512), torch.ones(512, 512)
         return F.linear(x, weight) if by_mkl else onednn_linear(x, weight, None)
 
-    return choose("float32: MKL, not oneDNN", 512, (512, 512), run).is_compiled
+    return choose("float32", 512, (512, 512), run, ("MKL", "oneDNN")).name == "MKL"
 
 
 @dataclass(frozen=True, slots=True)

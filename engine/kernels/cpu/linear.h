@@ -79,8 +79,8 @@ INLINE __m512 gated_product(__m512 gate, __m512 up) {
 }
 
 #ifdef TILES
-// Words of x's rows as columns, [in / 2, upto(rows, 16)]: what tiles multiply with a matrix's rows.
-static void turn(const bf16 *x, int64_t in, Span rows, word *to) {
+// xᵀ [in / 2, upto(rows, 16)] in words: the right factor of tiles, whose left one is rows of w.
+static void transpose_rows(const bf16 *x, int64_t in, Span rows, word *to) {
     int64_t count = rows.to - rows.from, words = in / 2;
     const word *from = (const word *)(x + rows.from * in);
     for (int64_t r = 0; r < count; r += TILE)
@@ -89,12 +89,12 @@ static void turn(const bf16 *x, int64_t in, Span rows, word *to) {
                         to + t * upto(count, TILE) + r, upto(count, TILE));
 }
 
-// What becomes of sixteen columns' sums of a row.
-typedef void Finish(const void *of, int64_t row, int64_t column, __m512 sums);
+// What is computed of the sums of sixteen columns of a row, and stored.
+typedef void Epilogue(const void *of, int64_t row, int64_t column, __m512 sums);
 
-// The sums of rows and columns [from, to) that fill tiles; returns the first column that doesn't.
-INLINE int64_t by_tiles(const word *turned, const bf16 *w, int64_t in, Span rows, Span columns,
-                        Finish finish, const void *of) {
+// x·wᵀ of the columns that fill tiles, by wᵀ's rows times xᵀ; returns the first column left.
+INLINE int64_t by_tiles(const word *transposed, const bf16 *w, int64_t in, Span rows, Span columns,
+                        Epilogue epilogue, const void *of) {
     int64_t count = rows.to - rows.from, wide = upto(count, TILE), n = columns.from;
     if (in % (2 * TILE)) return n;
     for (int64_t most; n + TILE <= columns.to; n += most) {
@@ -105,15 +105,15 @@ INLINE int64_t by_tiles(const word *turned, const bf16 *w, int64_t in, Span rows
         for (int64_t r = 0; r < count; r += 2 * TILE) {
             int64_t some = least(2 * TILE, wide - r), ld = 2 * TILE, depth = in / 2;
             int two = most > TILE, both = some > TILE;
-            if (two && both) tile_block(c, ld, from, depth, turned + r, wide, depth, 2, 2, 0);
-            else if (two) tile_block(c, ld, from, depth, turned + r, wide, depth, 2, 1, 0);
-            else if (both) tile_block(c, ld, from, depth, turned + r, wide, depth, 1, 2, 0);
-            else tile_block(c, ld, from, depth, turned + r, wide, depth, 1, 1, 0);
+            if (two && both) tile_block(c, ld, from, depth, transposed + r, wide, depth, 2, 2, 0);
+            else if (two) tile_block(c, ld, from, depth, transposed + r, wide, depth, 2, 1, 0);
+            else if (both) tile_block(c, ld, from, depth, transposed + r, wide, depth, 1, 2, 0);
+            else tile_block(c, ld, from, depth, transposed + r, wide, depth, 1, 1, 0);
             for (int64_t k = 0; k < most; k += TILE)
                 for (int64_t i = 0; i < some; i += TILE) {
                     transpose16((word *)c + k * ld + i, ld, TILE, TILE, row, TILE);
                     for (int64_t j = 0; j < TILE && r + i + j < count; j++)
-                        finish(of, rows.from + r + i + j, n + k,
+                        epilogue(of, rows.from + r + i + j, n + k,
                                _mm512_load_ps((float *)row + TILE * j));
                 }
         }
@@ -125,10 +125,10 @@ typedef struct {
     bf16 *out;          // [rows, width]
     const bf16 *bias;   // [width], or NULL
     int64_t width, add; // whether to add to what is there
-} Stored;
+} LinearOutput;
 
 static void store_sums(const void *of, int64_t row, int64_t column, __m512 sums) {
-    const Stored *s = of;
+    const LinearOutput *s = of;
     bf16 *out = s->out + row * s->width + column;
     if (s->bias) sums = _mm512_add_ps(sums, load16(s->bias + column));
     if (s->add) sums = _mm512_add_ps(rounded(sums), load16(out));
@@ -137,7 +137,7 @@ static void store_sums(const void *of, int64_t row, int64_t column, __m512 sums)
 
 // `sums` are up's, and `out` has gate's outputs.
 static void store_gated(const void *of, int64_t row, int64_t column, __m512 sums) {
-    const Stored *s = of;
+    const LinearOutput *s = of;
     bf16 *out = s->out + row * s->width + column;
     if (s->bias) sums = _mm512_add_ps(sums, load16(s->bias + column));
     store16(out, gated_product(load16(out), rounded(sums)));
@@ -151,18 +151,18 @@ static void store_logits(const void *of, int64_t row, int64_t column, __m512 sum
     _mm512_storeu_ps(l->s->logits + l->t->row[row] * l->m->vocabulary + column, rounded(sums));
 }
 // Compute the columns that fill tiles, and leave the others.
-#define BY_TILES(w, in, finish, ...) \
-    columns.from = by_tiles(turned, w, in, rows, columns, finish, &__VA_ARGS__);
+#define BY_TILES(w, in, epilogue, ...) \
+    columns.from = by_tiles(transposed, w, in, rows, columns, epilogue, &__VA_ARGS__);
 #else
-#define turn(x, in, rows, to)
-#define BY_TILES(w, in, finish, ...) (void)turned;
+#define transpose_rows(x, in, rows, to)
+#define BY_TILES(w, in, epilogue, ...) (void)transposed;
 #endif
 
-// out[rows, columns] = x[rows, in]·w[columns, in]ᵀ + bias, or added to what is there; `turned` is x.
-static void linear(const word *turned, const bf16 *x, int64_t in, const bf16 *w, const bf16 *bias,
+// out[rows, columns] = x[rows, in]·w[columns, in]ᵀ + bias, or added to what is there; `transposed` is xᵀ.
+static void linear(const word *transposed, const bf16 *x, int64_t in, const bf16 *w, const bf16 *bias,
                    bf16 *out, int64_t width, Span rows, Span columns, int add) {
     const bf16 *xs[4], *ws[4];
-    BY_TILES(w, in, store_sums, (Stored){out, bias, width, add})
+    BY_TILES(w, in, store_sums, (LinearOutput){out, bias, width, add})
     for (int64_t n = columns.from; n < columns.to; n += 4) {
         four(ws, w, in, n, columns.to);
         __m512 b = biases(bias, n, columns.to);
@@ -175,14 +175,14 @@ static void linear(const word *turned, const bf16 *x, int64_t in, const bf16 *w,
 }
 
 // gated = silu(gate(h)) * up(h)
-static void gate_up(const Model *m, const Layer *l, const Scratch *t, const word *turned, Span rows,
+static void gate_up(const Model *m, const Layer *l, const Scratch *t, const word *transposed, Span rows,
                     Span columns) {
     const bf16 *xs[4], *gates[4], *ups[4];
     int64_t in = m->hidden;
     Span all = columns;
-    BY_TILES(l->gate, in, store_sums, (Stored){t->gated, l->gate_bias, m->inner, 0})
+    BY_TILES(l->gate, in, store_sums, (LinearOutput){t->gated, l->gate_bias, m->inner, 0})
     columns = all;
-    BY_TILES(l->up, in, store_gated, (Stored){t->gated, l->up_bias, m->inner, 0})
+    BY_TILES(l->up, in, store_gated, (LinearOutput){t->gated, l->up_bias, m->inner, 0})
     for (int64_t n = columns.from; n < columns.to; n += 4) {
         four(gates, l->gate, in, n, columns.to);
         four(ups, l->up, in, n, columns.to);
@@ -198,7 +198,7 @@ static void gate_up(const Model *m, const Layer *l, const Scratch *t, const word
     }
 }
 
-static void logits(const Model *m, const Step *s, const Scratch *t, const word *turned, Span rows,
+static void logits(const Model *m, const Step *s, const Scratch *t, const word *transposed, Span rows,
                    Span columns) {
     const bf16 *xs[4], *ws[4];
     BY_TILES(m->head, m->hidden, store_logits, (Logits){m, s, t})

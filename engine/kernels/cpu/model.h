@@ -43,6 +43,6 @@ typedef struct {  // of the live rows, in order
     int64_t *row;        // [rows], where a live row is among all
     float *scores;       // [threads, queries a key head, columns + 32]
     int64_t score_stride;
-    uint32_t *turned;    // [threads, words in a row, rows]; for AMX's tiles
-    int64_t turned_stride;
+    word *transposed;    // [threads, words in a row, rows]; for AMX's tiles
+    int64_t transposed_stride;
 } Scratch;

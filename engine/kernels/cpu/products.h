@@ -29,13 +29,13 @@ INLINE int64_t panels(int64_t width, int64_t depth) {
 typedef float number;
 typedef __m512 numbers;
 #define LOAD_NUMBERS _mm512_loadu_ps
-#define REPEATED(a) _mm512_set1_ps(a)
+#define BROADCAST(a) _mm512_set1_ps(a)
 #define ADD_PRODUCT(sum, a, b) _mm512_fmadd_ps(a, b, sum)
 #else
 typedef word number;
 typedef __m512bh numbers;
 #define LOAD_NUMBERS(from) (__m512bh)_mm512_loadu_si512(from)
-#define REPEATED(a) (__m512bh)_mm512_set1_epi32((int)(a))
+#define BROADCAST(a) (__m512bh)_mm512_set1_epi32((int)(a))
 #define ADD_PRODUCT(sum, a, b) _mm512_dpbf16_ps(sum, a, b)
 #endif
 
@@ -54,7 +54,7 @@ INLINE void numbers_tile(float *c, int64_t ldc, const number *a, int64_t row, in
         for (int j = 0; j < n; j++) part[j] = LOAD_NUMBERS(b + t * ldb + 16 * j);
 #pragma GCC unroll 6
         for (int i = 0; i < rows; i++) {
-            numbers x = REPEATED(a[i * row + t * column]);
+            numbers x = BROADCAST(a[i * row + t * column]);
 #pragma GCC unroll 4
             for (int j = 0; j < n; j++) sum[i][j] = ADD_PRODUCT(sum[i][j], x, part[j]);
         }

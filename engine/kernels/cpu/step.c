@@ -35,8 +35,8 @@ static char *lay_out(const Model *m, int64_t rows, int64_t columns, int64_t thre
 #ifdef TILES
     int64_t widest = m->hidden > m->inner ? m->hidden : m->inner;
     if (m->heads * m->head_dim > widest) widest = m->heads * m->head_dim;
-    t->turned_stride = upto(widest, 32) / 2 * upto(rows, 16);
-    t->turned = (uint32_t *)take(&at, 4 * threads * t->turned_stride);
+    t->transposed_stride = upto(widest, 32) / 2 * upto(rows, 16);
+    t->transposed = (word *)take(&at, 4 * threads * t->transposed_stride);
 #endif
     return at;
 }
@@ -57,7 +57,7 @@ static void run(const Model *m, const Step *s, const Scratch *t, int64_t live, i
     int64_t alone = s->by_rows, keys = m->kv_heads * m->head_dim, queries = m->heads * m->head_dim;
     Span own = share(live, alone ? 4 : 1, me, threads), rows = alone ? own : (Span){0, live};
     float *scores = t->scores + me * 2 * t->score_stride;
-    word *turned = t->turned + me * t->turned_stride;
+    word *transposed = t->transposed + me * t->transposed_stride;
     BEGIN_TILES
 #define COLUMNS(count) (alone ? (Span){0, count} : share(count, 32, me, threads))
 #define MEET                  \
@@ -71,30 +71,30 @@ static void run(const Model *m, const Step *s, const Scratch *t, int64_t live, i
         const Layer *l = m->layers + i;
         norms(m, l->input_norm, t, own);
         MEET
-        turn(t->h, m->hidden, rows, turned);
-        linear(turned, t->h, m->hidden, l->q, l->q_bias, t->q, queries, rows, COLUMNS(queries), 0);
-        linear(turned, t->h, m->hidden, l->k, l->k_bias, t->k, keys, rows, COLUMNS(keys), 0);
-        linear(turned, t->h, m->hidden, l->v, l->v_bias, t->v, keys, rows, COLUMNS(keys), 0);
+        transpose_rows(t->h, m->hidden, rows, transposed);
+        linear(transposed, t->h, m->hidden, l->q, l->q_bias, t->q, queries, rows, COLUMNS(queries), 0);
+        linear(transposed, t->h, m->hidden, l->k, l->k_bias, t->k, keys, rows, COLUMNS(keys), 0);
+        linear(transposed, t->h, m->hidden, l->v, l->v_bias, t->v, keys, rows, COLUMNS(keys), 0);
         MEET
         attention(m, s, t, i, own, scores);
         MEET
-        turn(t->a, queries, rows, turned);
-        linear(turned, t->a, queries, l->o, l->o_bias, t->x, m->hidden, rows, COLUMNS(m->hidden), 1);
+        transpose_rows(t->a, queries, rows, transposed);
+        linear(transposed, t->a, queries, l->o, l->o_bias, t->x, m->hidden, rows, COLUMNS(m->hidden), 1);
         MEET
         norms(m, l->post_norm, t, own);
         MEET
-        turn(t->h, m->hidden, rows, turned);
-        gate_up(m, l, t, turned, rows, COLUMNS(m->inner));
+        transpose_rows(t->h, m->hidden, rows, transposed);
+        gate_up(m, l, t, transposed, rows, COLUMNS(m->inner));
         MEET
-        turn(t->gated, m->inner, rows, turned);
-        linear(turned, t->gated, m->inner, l->down, l->down_bias, t->x, m->hidden, rows,
+        transpose_rows(t->gated, m->inner, rows, transposed);
+        linear(transposed, t->gated, m->inner, l->down, l->down_bias, t->x, m->hidden, rows,
                COLUMNS(m->hidden), 1);
         MEET
     }
     norms(m, m->norm, t, own);
     MEET
-    turn(t->h, m->hidden, rows, turned);
-    logits(m, s, t, turned, rows, COLUMNS(m->vocabulary));
+    transpose_rows(t->h, m->hidden, rows, transposed);
+    logits(m, s, t, transposed, rows, COLUMNS(m->vocabulary));
 }
 
 // Feed one token to each live row; the logits of finished rows are 0.

@@ -7,46 +7,6 @@
 
 #include "vectors.h"
 
-typedef uint32_t word;
-
-INLINE int64_t upto(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-
-// Columns of up to 16 rows of up to 16 words, `step` apart, to rows that are `to_step` apart.
-INLINE void transpose16(const word *from, int64_t step, int64_t rows, int64_t columns, word *to,
-                        int64_t to_step) {
-    __m512i r[16], t[16];
-    __mmask16 there = lanes(0, columns), out = lanes(0, rows);
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        r[i] = _mm512_maskz_loadu_epi32(i < rows ? there : 0, from + (i < rows ? i : 0) * step);
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {  // of four rows, column 4 · lane + k to r[i + k]
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; k++) {
-        __m512i even = _mm512_shuffle_i32x4(r[k], r[4 + k], 0x88);
-        __m512i odd = _mm512_shuffle_i32x4(r[k], r[4 + k], 0xDD);
-        __m512i even2 = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0x88);
-        __m512i odd2 = _mm512_shuffle_i32x4(r[8 + k], r[12 + k], 0xDD);
-        t[k] = _mm512_shuffle_i32x4(even, even2, 0x88);
-        t[4 + k] = _mm512_shuffle_i32x4(odd, odd2, 0x88);
-        t[8 + k] = _mm512_shuffle_i32x4(even, even2, 0xDD);
-        t[12 + k] = _mm512_shuffle_i32x4(odd, odd2, 0xDD);
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++)
-        if (i < columns) _mm512_mask_storeu_epi32(to + i * to_step, out, t[i]);
-}
-
 #ifdef TILES
 
 #define TILE 16

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine import kernels
+from engine.errors import ConfigError
 from engine.kernels import attention, choices, training_ops
 from engine.kernels.choices import Choice, all_compiled, choose, known_choices
 from engine.kernels.decoder_layer import gated_mlp, linears
@@ -99,8 +100,26 @@ def test_the_variable_forces_one_and_refuses_others(monkeypatch: pytest.MonkeyPa
         assert choose("a", 16, (8,), timed).is_compiled == (name == "compiled")
     assert not timed.runs
     monkeypatch.setenv(choices.VARIABLE, "fast")
-    with pytest.raises(ValueError, match="HYBRIDFLYTE_KERNELS is 'fast'; use compiled or library"):
+    with pytest.raises(
+        ConfigError, match="HYBRIDFLYTE_KERNELS is 'fast'; set it to one of compiled"
+    ):
         choose("a", 16, (8,), timed)
+
+
+def test_instructions_are_measured_unless_they_are_forced(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed, names = Timed(0.005, 0.001), ("AVX512-BF16", "FMA")
+    for forced in choices.IMPLEMENTATIONS:
+        monkeypatch.setenv(choices.VARIABLE, forced)
+        assert choose("mlp", 16, (8,), timed, names, measured=True).name == "FMA"
+        assert choose("mlp", 16, (8,), timed, names).name == "AVX512-BF16"
+    assert str(known_choices()[0]).endswith("→ FMA")
+    choose("mlp", 16, (8,), timed)  # of other names: another choice
+    for name in ("AVX512-BF16", "FMA"):
+        monkeypatch.setenv(choices.VARIABLE, name)
+        assert training_ops.fastest_products.__wrapped__() == name
+        assert choose("mlp", 16, (8,), timed).is_compiled
 
 
 def gradients(out: Tensor, *inputs: Tensor) -> list[Tensor]:
@@ -140,8 +159,8 @@ def variants() -> dict[str, object]:
     """The compiled loops by what multiplies; AMX's instructions are written out in C."""
     header = Path(__file__).with_name("emulated_tiles.h")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(kernels._VARIANTS, "AMX", ["-DTILES", "-include", str(header)])
-        return {name: training_ops._load.__wrapped__(name) for name in kernels._VARIANTS}
+        patch.setitem(kernels._INSTRUCTION_FLAGS, "AMX", ["-DTILES", "-include", str(header)])
+        return {name: training_ops._load.__wrapped__(name) for name in kernels._INSTRUCTION_FLAGS}
 
 
 def _all_products(draw: torch.Generator, rows: int, hidden: int, inner: int) -> list[Tensor]:

@@ -69,11 +69,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-@pytest.fixture(params=["AVX512-BF16", "float32's multiply-add", "AMX"])
+@pytest.fixture(params=["AVX512-BF16", "FMA", "AMX"])
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What multiplies in the steps; AMX's instructions are written out in C."""
     header = Path(__file__).parents[1] / "kernels/emulated_tiles.h"
-    monkeypatch.setitem(kernels._VARIANTS, "AMX", ["-DTILES", "-include", str(header)])
+    monkeypatch.setitem(kernels._INSTRUCTION_FLAGS, "AMX", ["-DTILES", "-include", str(header)])
     monkeypatch.setattr(decoding_ops, "fastest_products", lambda: request.param)
     library.cache_clear()
     yield request.param
