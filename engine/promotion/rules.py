@@ -183,22 +183,21 @@ def with_reward_audit(
     if not rules.require_reward_audit or not decision.outcomes:
         return decision
     recorded, scorer = evaluation.get("reward_audit"), evaluation.get("scorer")
-    audits = recorded if isinstance(recorded, list) else []
-    holes = [hole for audit in audits if audit["passed"] is not True for hole in audit["holes"]]
-    passed = all(audit["passed"] is True for audit in audits)
-    sentence, value = "the scorers passed the reward audit", "passed"
-    if scorer not in [audit["scorer"] for audit in audits]:
-        passed, value = False, "missing"
+    entries = recorded if isinstance(recorded, list) else []
+    audits = [entry if isinstance(entry, Mapping) else {} for entry in entries]
+    failed = [audit for audit in audits if audit.get("passed") is not True]
+    value, sentence = "passed", "the scorers passed the reward audit"
+    if not scorer or scorer not in [audit.get("scorer") for audit in audits]:
+        value = "missing"
         sentence = "the evaluation records no reward audit of its scorer; evaluate again with one"
-    elif not passed:
-        value = "failed"
+    elif failed:
+        value, holes = "failed", [str(hole) for audit in failed for hole in audit.get("holes", ())]
         sentence = f"a scorer failed the reward audit ({', '.join(holes)}); correct it, train again"
-    outcome = RuleOutcome("reward audit", passed, value, "passed", sentence)
+    outcome = RuleOutcome("reward audit", value == "passed", value, "passed", sentence)
     return decision_of([*decision.outcomes, outcome])
 
 
 def _unreadable(rule: str, value: object, bound: Measured, what: str) -> RuleOutcome:
-    """Return the outcome of a rule whose measurement is missing or no number."""
     shown = "was not measured" if value is None else f"is {value!r}, which can't be"
     return RuleOutcome(rule, False, None, bound, f"{what} {shown}; evaluate again")
 
