@@ -8,6 +8,7 @@ with one. Public keys are 64 hex digits; those that count are in `$HYBRIDFLYTE_P
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -117,7 +118,7 @@ def trusted_keys(configured: Iterable[str] = ()) -> frozenset[str]:
     named = os.environ.get(KEYS_VARIABLE, "").replace(",", " ").split()
     keys = frozenset(key.lower() for key in (*configured, *named))
     for key in keys:
-        if len(key) != 64 or set(key) - set("0123456789abcdef"):
+        if not re.fullmatch(PUBLIC_KEY, key):
             raise ConfigError(
                 f"{key!r} in lineage.public_keys or {KEYS_VARIABLE} is no public key; give the 64 "
                 "hex digits that python -m engine.lineage keygen prints"
