@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -30,6 +30,9 @@ class Interval:
     mean: float
     low: float
     high: float
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.mean, self.low, self.high))
 
 
 @dataclass(frozen=True, slots=True)

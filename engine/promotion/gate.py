@@ -364,14 +364,14 @@ def decide_reward_model(
     checks = [("accuracy", rate, rules.minimum_accuracy, shown, f"{rules.minimum_accuracy:.1%}")]
     if champion is not None:
         gain = paired_interval(champion, right, CONFIDENCE)
-        shown = f"a gain over the champion of {points(gain.mean, gain.low, gain.high, 2)} on the "
+        shown = f"a gain over the champion of {points(gain, 2)} on the "
         bound = f"{100 * rules.minimum_gain:+.2f}"
         checks.append(("gain", gain, rules.minimum_gain, f"{shown}same pairs", bound))
     outcomes = []
     for rule, interval, minimum, shown, bound in checks:
-        passed, ends = interval.low > minimum, [interval.mean, interval.low, interval.high]
+        passed = interval.low > minimum
         sentence = f"{shown}; the lower end {'is' if passed else 'must be'} above {bound}"
-        outcomes.append(RuleOutcome(rule, passed, ends, minimum, sentence))
+        outcomes.append(RuleOutcome(rule, passed, list(interval), minimum, sentence))
     return decision_of(outcomes)
 
 

@@ -65,11 +65,6 @@ class Decision:
         return {**asdict(self), "waits_for_approval": self.waits_for_approval}
 
 
-def decide(measurements: Measurements, rules: PromoteConfig) -> Decision:
-    """Check the measurements against every rule; promote if all of them pass."""
-    return decision_of(_outcomes(measurements, rules))
-
-
 def decide_on_sets(sets: Mapping[str, Measurements], rules: PromoteConfig) -> Decision:
     """Check every evaluation set that decides; all, and at least one, must pass.
 
@@ -112,7 +107,7 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Rule
         else:
             passed = score.low >= least
             yield RuleOutcome(
-                "score", passed, _three(score), least,
+                "score", passed, list(score), least,
                 f"pass@1 is {score.mean:.2%} [{score.low:.2%}, {score.high:.2%}]; its lower end "
                 f"{_must_be(passed)} at or above the required {least:.2%}",
             )  # fmt: skip
@@ -123,8 +118,8 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Rule
         else:
             passed = change.low >= -guard.tolerance
             yield RuleOutcome(
-                rule, passed, _three(change), -guard.tolerance,
-                f"{guard.name} changes by {points(change.mean, change.low, change.high, 2)}; its "
+                rule, passed, list(change), -guard.tolerance,
+                f"{guard.name} changes by {points(change, 2)}; its "
                 f"lower end {_must_be(passed)} at or above {_points(-guard.tolerance)}",
             )  # fmt: skip
     if rules.max_kl is not None:
@@ -141,7 +136,7 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Rule
         else:
             passed = ratio.high <= limit
             yield RuleOutcome(
-                "length", passed, _three(ratio), limit,
+                "length", passed, list(ratio), limit,
                 f"responses are {ratio.mean:.3g} [{ratio.low:.3g}, {ratio.high:.3g}] times as "
                 f"long; the upper end {_bound(passed)} {limit:.3g}",
             )  # fmt: skip
@@ -163,14 +158,14 @@ def _gain(measurements: Measurements, rules: PromoteConfig) -> RuleOutcome:
     if gain is None or not _in_range(gain, -1, 1):
         return _unreadable("gain", gain, minimum, "the gain in pass@1")
     over = measurements.against.replace("_", " ")
-    shown = f"pass@1 gain {points(gain.mean, gain.low, gain.high, 2)} over the {over}"
+    shown = f"pass@1 gain {points(gain, 2)} over the {over}"
     if measurements.against != "champion" and rules.bootstrap:
         sentence = f"{shown}, of which promote.bootstrap asks nothing for the first champion"
-        return RuleOutcome("gain", True, _three(gain), None, sentence)
+        return RuleOutcome("gain", True, list(gain), None, sentence)
     passed = gain.low > minimum
     shown += ", its lower end above" if passed else "; its lower end must be above"
     sentence = f"{shown} the required gain of {_points(minimum)} percentage points"
-    return RuleOutcome("gain", passed, _three(gain), minimum, sentence)
+    return RuleOutcome("gain", passed, list(gain), minimum, sentence)
 
 
 def with_reward_audit(
@@ -203,8 +198,8 @@ def _unreadable(rule: str, value: object, bound: Measured, what: str) -> RuleOut
 
 
 def _in_range(interval: Interval, low: float, high: float) -> bool:
-    numbers = (low, interval.low, interval.mean, interval.high, high)
-    return all(map(_is_finite, numbers[1:4])) and list(numbers) == sorted(numbers)
+    numbers = [low, interval.low, interval.mean, interval.high, high]
+    return all(map(_is_finite, interval)) and numbers == sorted(numbers)
 
 
 def _must_be(passed: bool) -> str:
@@ -217,10 +212,6 @@ def _bound(passed: bool) -> str:
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _three(interval: Interval) -> list[float]:
-    return [interval.mean, interval.low, interval.high]
 
 
 def _points(fraction: float) -> str:

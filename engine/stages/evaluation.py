@@ -22,7 +22,7 @@ from engine.evaluation import drift, lm_eval, summary
 from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.policy_steps import read_overoptimisation, read_policy_steps
 from engine.evaluation.report_page import Link, Verdict, render_report
-from engine.evaluation.results import read_rows
+from engine.evaluation.results import ModelName, read_rows
 from engine.lineage import lookup
 from engine.lineage.audit import audit
 from engine.lineage.compare import compare
@@ -83,7 +83,7 @@ def evaluate(
         # Of this machine, which may be another than the plan's.
         lm_eval.require_lm_eval(config.lm_eval)
         this.log_splits(folder, [path.stem for path in evaluation_files(folder).values()])
-        models = {
+        models: dict[ModelName, Path] = {
             "warm_start": this.load_parent("warm_start", warm_start),
             "rl": this.load_parent("policy", policy),
         }
@@ -157,14 +157,14 @@ def evaluate_part(
     config = settings.config
     with ray_for(uses_ranks(config)):
         say(f"evaluation: part {part + 1} of {config.map_parts} starts")
-        models = {"warm_start": warm_start.local(), "rl": policy.local()}
+        models: dict[ModelName, Path] = {"warm_start": warm_start.local(), "rl": policy.local()}
         problems = summary.read_problems(dataset.local())
         rows = answer_problems(models, problems, settings, (part, config.map_parts))
         return pd.concat(list(rows.values()), ignore_index=True)
 
 
 def answer_problems(
-    models: Mapping[str, Path],
+    models: Mapping[ModelName, Path],
     problems: Mapping[str, pd.DataFrame],
     settings: EvaluationSettings,
     part: tuple[int, int] = (0, 1),
@@ -184,21 +184,15 @@ def answer_problems(
                 bar.update(start + done - bar.count)
 
             rows[name] = evaluate_model(
-                folder,
-                problems,
-                name,  # type: ignore[arg-type]
-                config,
-                max_response_length=data.max_response_length,
-                max_prompt_length=data.max_prompt_length,
-                seed=settings.seed,
-                part=part,
+                folder, problems, name, config, max_response_length=data.max_response_length,
+                max_prompt_length=data.max_prompt_length, seed=settings.seed, part=part,
                 on_progress=report,
-            )
+            )  # fmt: skip
     return rows
 
 
 def harness_metrics(
-    folder: Path, models: Mapping[str, Path], config: EvaluateConfig, seed: int
+    folder: Path, models: Mapping[ModelName, Path], config: EvaluateConfig, seed: int
 ) -> dict[str, float]:
     """Run the lm-evaluation-harness on each model, if configured; return its scores as metrics."""
     scores: dict[str, list[lm_eval.HarnessScore]] = {}
@@ -360,9 +354,7 @@ def report(
     facts = summarise(run, config_digest, folders)
     facts["report"] = str(write_pages(run, folders["promotion"]))
     path = write_summary(run, facts)
-    low, high = facts["gain_interval"]
-    metrics = {f"pass_at_1_{name}": value for name, value in facts["pass_at_1"].items()}
-    metrics |= {"gain": facts["gain"], "gain_low": low, "gain_high": high}
+    metrics = evaluation_metrics(summary.read_sets(folders["evaluation"]))
     Tracker(experiment=run.experiment).finish_pipeline(run.mlflow_run, "FINISHED", metrics)
     print_summary(facts, path, folders)
     return path
@@ -448,7 +440,7 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
     rows = {
         f"pass@1 {first}": rate("warm_start"),
         f"pass@1 after {method}": rate("rl"),
-        "gain": f"{points(facts['gain'], low, high)} on {facts['problems']} problems",
+        "gain": f"{points((facts['gain'], low, high))} on {facts['problems']} problems",
         **{f"reward audit ({a['scorer']})": audit_line(a) for a in facts["reward_audit"]},
         "promotion": f"version {decision['model_version']} "
         f"{'promoted' if decision['promoted'] else 'not promoted'} (why: below)",

@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 from engine.config import ContaminationConfig, GuardConfig, PromoteConfig
 from engine.evaluation.metrics import Interval
 from engine.promotion.gate import trained_on
-from engine.promotion.rules import Measurements, decide, decide_on_sets, with_reward_audit
+from engine.promotion.rules import Decision, Measurements, decide_on_sets, with_reward_audit
+
+
+def decide(measurements: Measurements, rules: PromoteConfig) -> Decision:
+    return decide_on_sets({"test": measurements}, rules)
+
 
 GUARD = GuardConfig(data_source="gsm8k", tolerance=0.02)
 RULES = PromoteConfig(
