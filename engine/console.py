@@ -13,7 +13,7 @@ import select
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Never, ParamSpec, Self, TextIO
 
@@ -218,10 +218,14 @@ def human_bytes(size: float) -> str:
     return f"{size:.1f} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" if power else f"{size:.0f} B"
 
 
-def points(change: float, low: float, high: float, digits: int = 1) -> str:
-    """Return two fractions' difference with interval: `+12.5 percentage points [+9.1, +15.8]`."""
+def points(change: Iterable[float], digits: int = 1) -> str:
+    """Return a difference of two fractions, its mean and the ends of its interval, for people.
+
+    >>> points((0.125, 0.091, 0.158))
+    '+12.5 percentage points [+9.1, +15.8]'
+    """
     # + 0.0 turns a negative zero into a plain one.
-    mean, first, last = (f"{100 * value + 0.0:+.{digits}f}" for value in (change, low, high))
+    mean, first, last = (f"{100 * value + 0.0:+.{digits}f}" for value in change)
     return f"{mean} percentage points [{first}, {last}]"
 
 

@@ -24,8 +24,9 @@ from engine.lineage.audit import Audit, audit
 from engine.lineage.compare import ArtifactComparison, MetricChange, compare, lines
 from engine.lineage.graph import ArtifactNode, Edge, Graph
 from engine.lineage.lookup import Review, review
-from engine.lineage.page import render_page, write_page
+from engine.lineage.page import render_page
 from engine.redaction import presentable
+from engine.storage.filesystem import write_text
 from engine.storage.signatures import KEYS_VARIABLE, SIGNING_VARIABLE, new_key, trusted_keys
 
 
@@ -199,7 +200,8 @@ def _run(options: argparse.Namespace) -> int:
     verifies = trusted is not None or options.command == "verify" or options.verify
     checked = audit(graph_review, trusted) if verifies else None
     if options.html:
-        write_page(options.html, render_page(graph_review, checked, comparison))
+        page = render_page(graph_review, checked, comparison)
+        write_text(Path(options.html).expanduser(), page, "choose another file")
     if options.json:
         say(json.dumps(as_json(graph_review, checked, comparison), indent=2))
     else:

@@ -140,7 +140,6 @@ class Review:
 
     @property
     def starts(self) -> list[ArtifactNode]:
-        """Return the nodes that the review is about, in order."""
         return [self.graph.nodes[key] for key in self.graph.focus]
 
     @property
@@ -194,7 +193,7 @@ def review(
 
 
 def _locate(reference: str, registry: bool) -> tuple[ArtifactNode | None, tuple[Parent, ...]]:
-    """What a reference names, None for what only an index can tell; and a version's artifact."""
+    """Return the node of a reference, if no index is needed for it, and a version's artifact."""
     if is_reference(reference):
         if not registry:
             raise LineageError(f"{reference} is in MLflow's registry; ask without --no-registry")

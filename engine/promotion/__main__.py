@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             moves = champions.history()
         else:
             names = ("to", "expected", "request", "force", "approved_by", "dry_run")
-            asked = {name: getattr(options, name) for name in names}
+            settings = {name: getattr(options, name) for name in names}
             user, verify = getpass.getuser(), not options.no_verify
-            moves = [champions.rollback(options.reason, by=user, verify=verify, **asked)]
+            moves = [champions.rollback(options.reason, by=user, verify=verify, **settings)]
     except EngineError as error:
         say(f"error: {error}", error=True)
         return 1

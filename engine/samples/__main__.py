@@ -11,10 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from engine.console import command_line, display_path, say
-from engine.errors import ConfigError, EngineError, StorageError
+from engine.errors import ConfigError, EngineError
 from engine.samples.sample_files import PAGE, SampleFolder, find_samples
 from engine.samples.viewer import page_of
-from engine.storage.filesystem import is_remote, write_atomically
+from engine.storage.filesystem import is_remote, write_text
 
 
 @command_line
@@ -53,13 +53,7 @@ def _write(folder: SampleFolder, target: str | None) -> Path:
     """Write the page, beside the samples of this machine unless `target` says where."""
     here = Path.cwd() if is_remote(folder.uri) else Path(folder.uri)
     path = Path(target).expanduser() if target else here / PAGE
-    page = page_of(folder).encode()
-    try:
-        write_atomically(path, [page])
-    except OSError as error:
-        raise StorageError(
-            f"can't write {path}: {error.strerror or error}; choose another file with --html"
-        ) from error
+    write_text(path, page_of(folder), "choose another file with --html")
     return path
 
 

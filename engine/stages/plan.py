@@ -190,21 +190,17 @@ def plan_promotion(
 ) -> settings.PromotionPlan:
     """Check that the evaluation is of this model on this data, as configured; open the run."""
     from engine.evaluation.comparability import require_same_settings
-    from engine.promotion.champions import check_evidence
+    from engine.promotion.gate import check_evidence
     from engine.storage.artifacts import read_manifest
 
-    machines, folders = (
-        profiles.read_profile(profile),
-        [a.local() for a in (dataset, policy, evaluation)],
-    )
+    machines, data = profiles.read_profile(profile), dataset.local()
     config = with_overrides(config, seed=seed)
     check_signatures(config)
-    data_digest = check_evidence(*folders)
+    evidence = check_evidence(data, policy.local(), evaluation.local())
     promotion = promotion_settings(changed(config, "evaluate", pinned_evaluation(config)))
-    evidence = read_manifest(folders[2])
     require_same_settings(evidence, promotion.data, promotion.evaluate, promotion.seed)
     Tracker(experiment=config.tracking.experiment).check()
-    run = open_run(config, data_digest, "promote_only")
+    run = open_run(config, read_manifest(data).digest, "promote_only")
     return settings.PromotionPlan(run, machines, promotion, config.promote.approval == "required")
 
 

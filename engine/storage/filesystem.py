@@ -41,6 +41,21 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         raise
 
 
+@contextlib.contextmanager
+def writing(path: Path, way_out: str) -> Iterator[None]:
+    """Turn the block's OSError into a StorageError that names `path` and ends in the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"can't write {path}: {error.strerror or error}; {way_out}") from error
+
+
+def write_text(path: Path, text: str, way_out: str) -> None:
+    """Write a text whole or not at all; StorageError, which ends in the way out, if that fails."""
+    with writing(path, way_out):
+        write_atomically(path, [text.encode()])
+
+
 def fsync_tree(folder: Path) -> None:
     """Force the content of every file and folder below `folder` to disk; raise OSError."""
     for base, _, files in os.walk(folder):
@@ -136,7 +151,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_id(path: str | Path) -> bool:
-    """Whether a value looks like a model on the hub and not like a folder."""
+    """Tell whether a value looks like a model on the hub and not like a folder."""
     name, _, _ = str(path).partition("@")
     looks = name.count("/") == 1 and not name.startswith((".", "/", "~")) and " " not in name
     return looks and not Path(path).exists()
@@ -272,7 +287,7 @@ def s3_credentials() -> dict[str, object]:
 
 
 class Entry(TypedDict, total=False):
-    """What fsspec's drivers say of a file or folder."""
+    """The description of a file or folder by fsspec's drivers."""
 
     name: str  # the file system's path
     size: int | None  # bytes

@@ -137,7 +137,7 @@ def file_format(name: str) -> str:
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a file's name says that it holds rows."""
+    """Tell whether a file's name says that it holds rows."""
     try:
         return not name.rpartition("/")[2].startswith((".", "_")) and bool(file_format(name))
     except DataError:

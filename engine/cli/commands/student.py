@@ -10,6 +10,7 @@ from pathlib import Path
 
 from engine.console import command_line, quiet, say
 from engine.errors import EngineError, StorageError
+from engine.storage.filesystem import writing
 
 
 @command_line
@@ -63,12 +64,10 @@ def write_student(
     student = keep_layers(model, layers)
     if dry_run:
         return student.num_parameters(), model.num_parameters()
-    try:
+    with writing(out, "free space, or give another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as draft:
             save_model(student, load_tokenizer(teacher), Path(draft) / "student").rename(out)
-    except OSError as error:
-        raise StorageError(f"can't write {out}: {error.strerror or error}") from error
     return student.num_parameters(), model.num_parameters()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,14 @@ from engine.evaluation.decode import (
     uses_ranks,
 )
 from engine.evaluation.scoring import evaluate_model, judge_episodes
-from engine.evaluation.summary import EvaluationComparison, Statistics, compare_episodes, summarise
+from engine.evaluation.summary import (
+    EvaluatedSet,
+    Statistics,
+    compare_episodes,
+    read_sets,
+    summarise,
+    write_sets,
+)
 from engine.models import text_config
 from engine.parallel.layout import Layout
 from engine.rewards import Scorer
@@ -179,7 +185,7 @@ def test_success_is_what_the_environment_says_else_a_return_of_one() -> None:
     assert (other.correct, other.score) == (True, pytest.approx(1.6))
 
 
-def test_what_is_compared(tiny_folder: Path) -> None:
+def test_what_is_compared(tiny_folder: Path, tmp_path: Path) -> None:
     before = table(tiny_folder, settings())
     after = before.assign(
         model="rl", greedy_turns=2, greedy_calls=[1, 1, 1, 1, 0], greedy_malformed=0
@@ -196,7 +202,8 @@ def test_what_is_compared(tiny_folder: Path) -> None:
         f"{what}, {how}" for how in ("greedy", "sampled") for what in ("turns", "return")
     ]
     comparison = summarise(before, after, STATISTICS)
-    assert EvaluationComparison.from_dict(json.loads(comparison.to_json())) == comparison
+    write_sets(tmp_path, [EvaluatedSet("test", comparison, [], known=0)])
+    assert read_sets(tmp_path)[0].comparison == comparison
     plain = before.drop(columns=list(EPISODE_COLUMNS))
     assert compare_episodes(plain, plain, STATISTICS) == []
 
