@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,6 +30,7 @@ from engine.errors import RewardError
 from engine.redaction import redact
 from engine.rewards.answers import compiled_pattern
 from engine.rewards.reward_function import register_reward
+from engine.storage.filesystem import write_atomically
 
 T = TypeVar("T")
 Post: TypeAlias = Callable[[str, object], Awaitable[Any]]  # URL and JSON → JSON
@@ -84,14 +84,11 @@ async def _ask_each(
         answers = await asyncio.gather(
             *(ask(i, post) for i in range(count)), return_exceptions=True
         )
-    failures = [answer for answer in answers if isinstance(answer, BaseException)]
-    if failures:
+    if failures := [answer for answer in answers if isinstance(answer, BaseException)]:
         if not isinstance(failures[0], RewardError):
             raise failures[0]
-        logger.warning(
-            "reward %r: %d of %d requests gave no score: %s",
-            *(reward, len(failures), count, failures[0]),
-        )
+        text = "reward %r: %d of %d requests gave no score: %s"
+        logger.warning(text, reward, len(failures), count, failures[0])
     return [
         missing(i) if isinstance(answer, BaseException) else answer
         for i, answer in enumerate(answers)
@@ -273,7 +270,12 @@ async def judge(
         answer = await post(f"{url.rstrip('/')}/chat/completions", request)
         _judgements[key] = _read(answer, number, scale)
         if file is not None:
-            _write(file, repr(_judgements[key]))
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, [repr(_judgements[key]).encode()])
+            except OSError as error:
+                where = f"reward.options.cache: {str(file)!r} can't be written ({error})"
+                raise RewardError(f"{where}; give another folder") from None
         return _judgements[key]
 
     return await _ask_each(
@@ -312,16 +314,3 @@ def _template(rubric: str) -> Template:
         return SandboxedEnvironment(undefined=StrictUndefined).from_string(rubric)
     except TemplateError as error:
         raise RewardError(f"reward.options.rubric is no Jinja2 template: {error}") from None
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(descriptor, "w") as opened:
-            opened.write(text)
-        os.replace(draft, file)
-    except OSError as error:
-        raise RewardError(
-            f"reward.options.cache: {str(file)!r} can't be written ({error}); give another folder"
-        ) from None
