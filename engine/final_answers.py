@@ -240,6 +240,8 @@ _BEGAN = re.compile(
     r"(?:(?<=[\d$)}\]])\s*\bor\b[\s$*\\(\[]*|\d\s*[-+*/^±]\s*|[-+/^±]|\d\.?|\\pm\s*"
     r"|(?:\\sqrt(?:\[[^\]]*\])?|\\d?frac(?:\{[^{}]*\})?|[\^_])\{\s*)\$?\Z"
 )
+# A quick test for what any match of `_BEGAN` ends with.
+_MAY_BEGIN = re.compile(r"(?:[-+*/^±{rm][\s$*\\(\[]*|[\d.])\$?\Z")
 _OPERATOR = re.compile(r"[\s$]*[-+*/=^<>±][\s$]*")
 _WORD = re.compile(r"[\s$*}\\)\]]*(?:\\text\{\s*)?([a-z]+)")
 _STATES = re.compile(r"(?i)(?:####|\banswer\b(?:\s+is\b|\s*[:=]))[\s*:]*")
@@ -308,8 +310,10 @@ def _last_as_whole(text: str, pattern: re.Pattern[str]) -> str | None:
             break
         sign = without_markup(between.replace("$", "")).strip(" \\()[]") or ","
         answer, begin = f"{_content(match)} {sign} {answer}", match.start()
-    word = _WORD.match(after)
-    if _GOES_ON.match(after) or (word and word[1] in NUMBER_WORDS) or _BEGAN.search(text[:begin]):
+    word, before = _WORD.match(after), text[:begin]
+    if _GOES_ON.match(after) or (word and word[1] in NUMBER_WORDS):
+        return None
+    if _MAY_BEGIN.search(before) and _BEGAN.search(before):
         return None
     return answer if pattern is _BOX or _is_remark(after) else None
 

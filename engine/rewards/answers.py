@@ -222,6 +222,7 @@ _LEFT_OVER = re.compile(
 _NAMED = re.compile(
     r"((?=.*[A-Za-z])(?:[^=<>≤≥≠≈\d,]|_\{\d+\}|_\d+|,(?=[^()]*\)))+?)(?:=|\\in\b|∈)(.+)", re.DOTALL
 )
+_INTEGER = re.compile(r"-?\d{1,15}", re.ASCII)  # whose comparison needs no parser
 _OR = re.compile(
     r",?\s*\\(?:text|mathrm)\{\s*,?\s*(?:or|and)\s*,?\s*\}\s*|(?<=[^\s{,]),?\s+(?:or|and)\s+"
 )
@@ -237,6 +238,8 @@ def _same_mathematics(answer: str, expected: str) -> bool:
     answer, truth = _OR.sub(", ", answer.strip()), _OR.sub(", ", expected)
     if not _RELATION.search(expected):  # "x = 5" names what is 5
         answer = ", ".join(map(_value, _parts(answer))).strip()
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(expected):
+        return int(answer) == int(expected)
     if not _says_no_more(answer, truth):
         return False
     from engine.rewards._latex_equality import equal
