@@ -40,15 +40,15 @@ class Signal(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """From a metric's first quarter to its last one: gain, its standard error, and as text."""
+    """How a metric changes from the first quarter of its values to the last one."""
 
     gain: float
-    error: float
+    error: float  # standard error of the gain
     text: str
 
 
 def _change(values: np.ndarray) -> _Change | None:
-    """That of `[T]` values, NaN where a step has none; None for too few."""
+    """Measure `[T]` values, NaN where a step has none; None for too few."""
     values = values[np.isfinite(values)]
     if len(values) < _LEAST:
         return None

@@ -134,7 +134,7 @@ def audit_scorer(
 
 
 def _first_rows(rows: RewardRows) -> RewardRows:
-    """`ROWS` of each source."""
+    """Select the first `ROWS` rows of each source."""
     if not len(rows):
         raise RewardError("there are no rows to audit a reward on; give at least one")
     by_source = defaultdict[str, list[int]](list)
@@ -248,7 +248,7 @@ class _Auditor:
     def _in_form(
         self, form: str, at: list[int], answers: list[str]
     ) -> tuple[tuple[float, float], list[Case]]:
-        """How far right answers are from wrong ones, in share right and in score; the cases."""
+        """Score one form; return how far it tells right from wrong (share, score), and cases."""
         cases = probes.cases(form, at, [self.rows.prompts[row] for row in at], answers)
         right = self.score(cases, [case.put(case.truth) for case in cases], "answers")
         wrong = self.score(cases, [case.put(case.wrong) for case in cases], "answers")
@@ -330,7 +330,7 @@ class _Auditor:
 
 
 def _no_score(scored: Sequence[_Scored]) -> str:
-    """How many have no score and why, with the first one's reason."""
+    """Say how many completions have no score and why, with the first one's reason."""
     failures = [one.failure for one in scored if one.failure]
     causes = Counter(failure.cause for failure in failures)
     counts = ", ".join(f"{cause} {count}" for cause, count in causes.items())
@@ -340,7 +340,7 @@ def _no_score(scored: Sequence[_Scored]) -> str:
 def _judged(
     probe: Probe, source: str, scored: Sequence[_Scored]
 ) -> tuple[tuple[int, float], Check]:
-    """What the scores of one of a probe's completions say, and how bad they are."""
+    """Judge the scores of one of a probe's completions; return a rank of badness and a check."""
     share = bad = fmean(one.credited for one in scored)
     severity: Severity = "ok"
     if probe.credit:

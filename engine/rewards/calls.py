@@ -107,7 +107,7 @@ def on_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwa
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """Where `asyncio.to_thread` runs: asyncio takes nothing but a ThreadPoolExecutor."""
+    """An executor for `asyncio.to_thread`, which takes nothing but a ThreadPoolExecutor."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -45,13 +45,14 @@ async def _ask_each(
     count: int,
     ask: Callable[[int, Post], Awaitable[T]],
     missing: Callable[[int], T],
-    *,
-    concurrency: int,
-    retries: int,
-    timeout_s: float,
+    limits: tuple[int, int, float],
     api_key_env: str,
 ) -> list[T]:
-    """Ask `count` times at once; `missing` and a warning stand in where that raises RewardError."""
+    """Ask `count` times at once; `missing` and a warning stand in where that raises RewardError.
+
+    limits: concurrency, retries, and seconds of a request.
+    """
+    concurrency, retries, timeout_s = limits
     if concurrency < 1 or retries < 0 or timeout_s <= 0:
         raise RewardError(
             f"reward {reward!r} has concurrency={concurrency}, retries={retries} and "
@@ -89,10 +90,7 @@ async def _ask_each(
             raise failures[0]
         text = "reward %r: %d of %d requests gave no score: %s"
         logger.warning(text, reward, len(failures), count, failures[0])
-    return [
-        missing(i) if isinstance(answer, BaseException) else answer
-        for i, answer in enumerate(answers)
-    ]
+    return [missing(i) if isinstance(a, BaseException) else a for i, a in enumerate(answers)]
 
 
 # A scorer behind HTTP: yours, in any language, on any machine.
@@ -147,16 +145,8 @@ async def remote(
     def missing(number: int) -> list[float | None]:
         return [NAN] * len(completions[batches[number]])
 
-    scores = await _ask_each(
-        "remote",
-        len(batches),
-        ask,
-        missing=missing,
-        concurrency=concurrency,
-        retries=retries,
-        timeout_s=request_timeout_s,
-        api_key_env=api_key_env,
-    )
+    limits = concurrency, retries, request_timeout_s
+    scores = await _ask_each("remote", len(batches), ask, missing, limits, api_key_env)
     return list(chain.from_iterable(scores))
 
 
@@ -243,16 +233,12 @@ async def judge(
             "high": f"{high:g}",
         }
         try:
-            question = template.render(fields)
+            messages = [{"role": "user", "content": template.render(fields)}]
         except TemplateError as error:
             words = f"reward.options.rubric can't be filled in: {error}"
             raise RewardError(words) from None
-        request = {
-            "model": model,
-            "messages": [{"role": "user", "content": question}],
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-        }
+        request = {"model": model, "messages": messages}
+        request |= {"temperature": temperature, "max_tokens": max_tokens}
         content = json.dumps([url, request, scale, pattern], sort_keys=True)
         key = hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()
         file = Path(cache) / key[:2] / key if cache else None
@@ -278,16 +264,8 @@ async def judge(
                 raise RewardError(f"{where}; give another folder") from None
         return _judgements[key]
 
-    return await _ask_each(
-        "judge",
-        len(completions),
-        ask,
-        missing=lambda _: NAN,
-        concurrency=concurrency,
-        retries=retries,
-        timeout_s=request_timeout_s,
-        api_key_env=api_key_env,
-    )
+    limits = concurrency, retries, request_timeout_s
+    return await _ask_each("judge", len(completions), ask, lambda _: NAN, limits, api_key_env)
 
 
 def _read(answer: Any, number: re.Pattern[str], scale: tuple[float, float]) -> float:

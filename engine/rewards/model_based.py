@@ -277,7 +277,7 @@ def load_scoring_model(
 
 
 def _tokenizer_class(folder: str) -> type[AutoTokenizer | PreTrainedTokenizerBase]:
-    """What reads the folder's tokenizer as it was in training."""
+    """The class that reads the folder's tokenizer as it was in training."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config = Path(folder) / "tokenizer_config.json"

@@ -68,7 +68,7 @@ _WORDS = "so it goes on and on, " * 4000
 def cases(
     form: str, rows: Sequence[int], prompts: Sequence[str], answers: Sequence[str]
 ) -> list[Case]:
-    """Cases of rows of one source, whose right answers are `answers`."""
+    """Make a case of each row of one source, whose right answers are `answers`."""
     made = []
     for row, prompt, answer in zip(rows, prompts, answers, strict=True):
         kind = answer_kind(answer)
@@ -102,7 +102,7 @@ class Probe:
     most_rows: int = 64  # fewer of what is very long
 
     def write(self, case: Case) -> Iterator[str | None]:
-        """As many completions for each case; None for one that makes no sense there."""
+        """Write one completion for each template; None where one makes no sense for the case."""
         words, number = case.words(), normalise_number(case.truth)
         for template in (*self.answers, *self.texts):
             try:

@@ -75,7 +75,7 @@ class CombinedReward(calls.RewardScorer):
         self.components = self._joined_components()
 
     def components_of(self, source: object) -> tuple[str, ...]:
-        """Those that the reward of a source's rows gives, as far as is known, without further."""
+        """Components that the reward of a source's rows gives, as far as is known."""
         return self._sources.get(str(source), self._main).components or (ANSWER,)
 
     def score_all(self, rows: calls.RewardRows, timeout_s: float) -> Scores:
@@ -215,7 +215,7 @@ class Scorer:
 
     @property
     def components(self) -> tuple[str, ...] | None:
-        """Their names; () for one score without a name, None as long as nothing is known."""
+        """Names of the components; () for one unnamed score, None while nothing is known."""
         return self.reward.components
 
     def score(
