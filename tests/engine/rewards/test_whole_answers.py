@@ -277,6 +277,12 @@ MATHS = [
     (r"\boxed{2x+3=y}", "y=2x+3", 1),
     (r"\boxed{1<x<4}", "1<x<4", 1),
     (r"\boxed{x \in [1,2)}", "[1,2)", 1),
+    # other numbers
+    (r"\boxed{6}", "5", 0),
+    (r"\boxed{-5}", "5", 0),
+    (r"\boxed{x=6}", "5", 0),
+    (r"\boxed{05}", "5", 1),
+    ("so $x=6$", "5", 0),
     # lists, ranges and hedges
     (r"\boxed{4 \text{ or } 5}", "5", 0),
     (r"\boxed{4, 5}", "5", 0),
