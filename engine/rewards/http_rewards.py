@@ -237,7 +237,7 @@ async def judge(
         except TemplateError as error:
             words = f"reward.options.rubric can't be filled in: {error}"
             raise RewardError(words) from None
-        request = {"model": model, "messages": messages}
+        request: dict[str, object] = {"model": model, "messages": messages}
         request |= {"temperature": temperature, "max_tokens": max_tokens}
         content = json.dumps([url, request, scale, pattern], sort_keys=True)
         key = hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()
