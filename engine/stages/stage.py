@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING
 from engine.config import PipelineConfig, digest
 from engine.config.rl import RECORDS
 from engine.console import display_path, human_time, say
-from engine.errors import EngineError, PreemptedError, StorageError, TrackingError
+from engine.errors import EngineError, PreemptedError, TrackingError
 from engine.redaction import redact
 from engine.stages.profiles import Profile
 from engine.stages.settings import RunContext
 from engine.storage import artifacts
 from engine.storage.artifacts import Draft, Parent
 from engine.storage.digests import hash_file, sources_digest
-from engine.storage.filesystem import home
+from engine.storage.filesystem import home, writing
 
 if TYPE_CHECKING:
     from engine.tracking import Tracker
@@ -135,12 +135,8 @@ def execution_tags(execution: str) -> dict[str, str]:
 def run_folder(run: RunContext, name: str = "") -> Path:
     """Return where a run leaves what is no artifact: summary, pages, and files of metrics."""
     folder = home() / "runs" / run.run_id / name
-    try:
+    with writing(folder, "free space, or set HYBRIDFLYTE_HOME"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"can't make {folder}: {error.strerror or error}; free space or set HYBRIDFLYTE_HOME"
-        ) from error
     return folder
 
 

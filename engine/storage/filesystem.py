@@ -41,6 +41,15 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         raise
 
 
+@contextlib.contextmanager
+def writing(path: str | Path, way_out: str) -> Iterator[None]:
+    """Turn an OSError of the block into a StorageError about `path` that ends with the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"can't write {path}: {error.strerror or error}; {way_out}") from error
+
+
 def fsync_tree(folder: Path) -> None:
     """Force the content of every file and folder below `folder` to disk; raise OSError."""
     for base, _, files in os.walk(folder):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.errors import ConfigError, StorageError
+from engine.errors import ConfigError
+from engine.storage.filesystem import writing
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -99,13 +100,10 @@ def new_key(path: Path) -> str:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+    with writing(path, "name a file that is not there"):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
             file.write(pem)
-    except OSError as error:
-        raise StorageError(
-            f"can't write {path}: {error.strerror or error}; name a file that is not there"
-        ) from error
     return public_key(key)
 
 
