@@ -26,6 +26,7 @@ from engine.console import Progress
 from engine.errors import StorageError
 from engine.storage import filesystem
 from engine.storage.digests import FileEntry, hash_file, require_inside
+from engine.worker_process import on_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class Uploader:
         sending: list[Future[Any]] = []
         try:
             for number, part in enumerate(chain([first], others), start=1):
-                sending.append(_in_daemon(self._send, send, name, upload, number, part))
+                sending.append(on_daemon_thread(self._send, send, name, upload, number, part))
                 for ended in filter(Future.done, sending):
                     ended.result()
             completed = [future.result() for future in sending]  # their requests have deadlines
@@ -246,20 +247,6 @@ class Uploader:
             if part is None:
                 return
             yield part
-
-
-def _in_daemon(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Begin a call in a daemon thread, for which no exiting process waits."""
-    answer: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(call(*arguments))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return answer
 
 
 def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytearray]:

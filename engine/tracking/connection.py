@@ -7,15 +7,14 @@ import functools
 import json
 import os
 import re
-import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.errors import TrackingError
 from engine.redaction import redact_values, without_credentials
+from engine.worker_process import on_daemon_thread
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -176,14 +175,7 @@ class Connection:
     def check(self, timeout_s: float = 5.0) -> None:
         """Raise TrackingError within about `timeout_s` seconds when the store does not answer."""
         if self.database is None:  # a local one needs no deadline; its migration may take its time
-            client, answer = self.client, Future[object]()
-
-            def ask() -> None:
-                try:
-                    answer.set_result(client.search_experiments(max_results=1))
-                except BaseException as error:
-                    answer.set_exception(error)
-
+            search = self.client.search_experiments
             limits = {  # without retries
                 "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(1, int(timeout_s))),
                 "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -192,8 +184,8 @@ class Connection:
             os.environ.update(limits)
             try:
                 with self.translated("reach the server"):
-                    threading.Thread(target=ask, name="mlflow-check", daemon=True).start()
-                    answer.result(timeout_s + 0.5)  # TimeoutError, whatever the call hangs on
+                    # TimeoutError, whatever the call hangs on
+                    on_daemon_thread(search, max_results=1).result(timeout_s + 0.5)
             finally:
                 os.environ.update(before)
         _ = self.experiment_id
