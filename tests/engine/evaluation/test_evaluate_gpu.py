@@ -33,7 +33,7 @@ def of_the_champion(folder: Path, frame: pd.DataFrame, config: EvaluateConfig) -
     data = DataConfig(max_response_length=8)
     here: Any = SimpleNamespace(sources_digest=sources_digest())
     new = gate.Evaluated(folder, frame, here, data, config, 0)
-    registry: Any = SimpleNamespace(download_model=lambda name, version, to: folder)
+    registry: Any = SimpleNamespace(download_model=lambda version, to: folder)
     champion: Any = SimpleNamespace(name="m", version="1", tags={})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gate, "require_intact_copy", lambda tracker, version: None)
