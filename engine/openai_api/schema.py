@@ -297,17 +297,3 @@ def error_body(message: str, status: int) -> dict[str, object]:
 def sse(event: object) -> str:
     """Write an event of a stream; `[DONE]` ends one."""
     return f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
-
-
-def json_pieces(value: object, depth: int = 4) -> Iterator[str]:
-    """Write JSON in pieces, `depth` levels apart: `json.dumps` holds all threads up meanwhile."""
-    if not depth or not isinstance(value, dict | list):
-        yield json.dumps(value)
-        return
-    is_dict = isinstance(value, dict)
-    yield "{" if is_dict else "["
-    for i, item in enumerate(value):
-        yield ", " if i else ""
-        yield f"{json.dumps(item)}: " if is_dict else ""
-        yield from json_pieces(value[item] if is_dict else item, depth - 1)
-    yield "}" if is_dict else "]"

@@ -134,7 +134,8 @@ class ApiServer:
             finally:
                 accepted.cancel()
         body = reply.whole([answers[index] for index in sorted(answers)], accepted.log_probs)
-        write = partial("".join, schema.json_pieces(body))
+        # In pieces, as `json.dumps` holds all threads up meanwhile.
+        write = partial("".join, json.JSONEncoder().iterencode(body))
         text = await _in_thread(bool(accepted.log_probs), write)
         return Response(text, media_type="application/json")
 
