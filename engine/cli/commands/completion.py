@@ -11,8 +11,10 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import engine
 from engine.cli import forms
@@ -56,7 +58,7 @@ complete -o default -F _hybridflyte python python3
 """
 
 
-@command_line
+@command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the script; return the exit status."""
     argparse.ArgumentParser(
@@ -89,11 +91,11 @@ def commands() -> list[str]:
 
 def _words(module: str) -> list[str]:
     """Return the options of a command, its subcommands with theirs, and its settings."""
-    found = set(_options(_parser_of(module)))
+    words = set(_options(_parser_of(module)))
     if module in _FORMS:
-        found |= {f"{key}=" for key in _FORMS[module].known}
-        found |= {f"{PRESET}{path.stem}" for path in PRESETS.glob("*.yaml")}
-    return sorted(found)
+        words |= {f"{key}=" for key in _FORMS[module].known}
+        words |= {f"{PRESET}{path.stem}" for path in PRESETS.glob("*.yaml")}
+    return sorted(words)
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -105,27 +107,21 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from _options(inner)
 
 
-class _Found(BaseException):
+class _ParserMade(BaseException):
     """Ends a command once its parser is made."""
 
 
 def _parser_of(module: str) -> argparse.ArgumentParser:
-    def found(parser: argparse.ArgumentParser, *arguments: Any, **options: Any) -> Any:
-        raise _Found(parser)
+    def stop(parser: argparse.ArgumentParser, *arguments: Any, **options: Any) -> Any:
+        raise _ParserMade(parser)
 
     is_room = (_ENGINE / module.rpartition(".")[2]).is_dir()
     program: Any = importlib.import_module(f"{module}.__main__" if is_room else module)
-    reading = ("parse_known_args", "parse_known_intermixed_args")
-    before = {name: getattr(argparse.ArgumentParser, name) for name in reading}
     try:
-        for name in reading:
-            setattr(argparse.ArgumentParser, name, found)
-        program.main()
-    except _Found as parser:
-        return parser.args[0]
-    finally:
-        for name, method in before.items():
-            setattr(argparse.ArgumentParser, name, method)
+        with patch.object(argparse.ArgumentParser, "parse_known_args", stop):
+            program.main()
+    except _ParserMade as made:
+        return made.args[0]
     raise AssertionError(f"{module} reads no arguments")
 
 
@@ -136,13 +132,13 @@ def _values() -> dict[str, list[str]]:
         names = defaultdict(set)
         for name, key in form.table.settings.items():
             names[key.paths[0]].add(name)
-        for setting in (one for _, _, several in sections(form.config) for one in several):
-            named = re.search(r"one of (.*)$", setting.about)
-            few = "true false" if setting.default in ("true", "false") else ""
-            few = named[1].replace(", ", " ") if named else few
-            if few:
+        for setting in chain.from_iterable(settings for _, _, settings in sections(form.config)):
+            choices = "true false" if setting.default in ("true", "false") else ""
+            if listed := re.search(r"one of (.*)$", setting.about):
+                choices = listed[1].replace(", ", " ")
+            if choices:
                 keys = {setting.path, setting.path.removeprefix(form.prefix)} | names[setting.path]
-                patterns[few] += [f'"{module} {key}"' for key in sorted(keys)]
+                patterns[choices] += [f'"{module} {key}"' for key in sorted(keys)]
     return patterns
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -49,17 +48,11 @@ def expectation(arguments: Sequence[str] | None) -> tuple[Expectation, bool]:
     return expected, as_json
 
 
-@command_line
+@command_line(WRONG_USAGE, left="its processes have ended")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status: 0 healthy, 1 not, 2 wrong usage."""
     quiet()
-    try:
-        expected, as_json = expectation(arguments)
-    except ConfigError as error:
-        say(f"error: {error}", error=True)
-        return WRONG_USAGE
-    # As an exception, so that the probe processes end as well.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    expected, as_json = expectation(arguments)
     findings = check(expected)
     faults = [finding.fault for finding in findings if finding.fault]
     if as_json:
