@@ -9,7 +9,6 @@ import argparse
 import importlib
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -18,7 +17,7 @@ from unittest.mock import patch
 
 import engine
 from engine.cli import forms
-from engine.config.text import PRESET, PRESETS, sections
+from engine.config.text import PRESET, PRESETS, Setting, sections
 from engine.console import command_line
 
 _ENGINE = Path(engine.__file__).parent
@@ -28,30 +27,23 @@ _FORMS = {
 _SCRIPT = """\
 # Completion of HybridFlyte's commands, by python -m engine.completion.
 _hybridflyte() {{
-    local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
-    local module= key= head= words= i
+    local typed=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+    local module= key= words= values=s/=.*/=/ i
     for ((i = 1; i < COMP_CWORD; i++)); do
         if [[ ${{COMP_WORDS[i]}} == -m ]]; then module=${{COMP_WORDS[i+1]}}; break; fi
     done
-    if [[ $before == -m ]]; then
-        module= words="{modules}"
-    elif [[ $current == "=" ]]; then  # bash makes three words of key=value
-        key=$before current=
+    if [[ $typed == "=" ]]; then  # bash makes three words of key=value, zsh one
+        key=$before= typed=
     elif [[ $before == "=" ]]; then
-        key=${{COMP_WORDS[COMP_CWORD-2]}}
-    elif [[ $current == *=* ]]; then  # zsh makes one
-        key=${{current%%=*}} head=${{current%%=*}}= current=${{current#*=}}
+        key=${{COMP_WORDS[COMP_CWORD-2]}}=
     fi
-    if [[ -n $key ]]; then
-        case "$module $key" in
-{values}
-        esac
-    else
-        case $module in
+    if [[ $before == -m ]]; then module=$before; fi
+    case $module in
+        -m) words="{modules}" ;;
 {words}
-        esac
-    fi
-    COMPREPLY=($(compgen -P "$head" -W "$words" -- "$current"))
+    esac
+    if [[ $key$typed == *=* ]]; then values=; fi  # words have key= as well as key=value
+    COMPREPLY=($(compgen -W "$words" -- "$key$typed" | sed "s/^$key//; $values" | uniq))
     if [[ ${{COMPREPLY[0]}} == *= ]]; then compopt -o nospace 2>/dev/null; fi
 }}
 complete -o default -F _hybridflyte python python3
@@ -76,10 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def script() -> str:
     """Return the script for the commands that are there."""
     words = (f'        {name}) words="{" ".join(_words(name))}" ;;' for name in commands())
-    values = (f'        {"|".join(keys)}) words="{few}" ;;' for few, keys in _values().items())
-    return _SCRIPT.format(
-        modules=" ".join(commands()), words="\n".join(words), values="\n".join(values)
-    )
+    return _SCRIPT.format(modules=" ".join(commands()), words="\n".join(words))
 
 
 def commands() -> list[str]:
@@ -89,13 +78,24 @@ def commands() -> list[str]:
     return sorted(f"engine.{name}" for name in names)
 
 
-def _words(module: str) -> list[str]:
-    """Return the options of a command, its subcommands with theirs, and its settings."""
-    words = set(_options(_parser_of(module)))
-    if module in _FORMS:
-        words |= {f"{key}=" for key in _FORMS[module].known}
-        words |= {f"{PRESET}{path.stem}" for path in PRESETS.glob("*.yaml")}
-    return sorted(words)
+def _words(module: str) -> Iterator[str]:
+    """Yield the options of a command, its subcommands with theirs, and its settings."""
+    yield from sorted(set(_options(_parser_of(module))))
+    if (form := _FORMS.get(module)) is None:
+        return
+    yield from (f"{PRESET}{path.stem}" for path in sorted(PRESETS.glob("*.yaml")))
+    several = (settings for _, _, settings in sections(form.config))
+    choices = {setting.path: _choices(setting) for setting in chain.from_iterable(several)}
+    for key in sorted(form.known):
+        target = form.find(key)
+        values = choices.get(target.paths[0], []) if target is not None else []
+        yield from (f"{key}={value}" for value in ("", *values))
+
+
+def _choices(setting: Setting) -> list[str]:
+    if listed := re.search(r"one of (.*)$", setting.about):
+        return listed[1].split(", ")
+    return ["true", "false"] if setting.default in ("true", "false") else []
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -123,23 +123,6 @@ def _parser_of(module: str) -> argparse.ArgumentParser:
     except _ParserMade as made:
         return made.args[0]
     raise AssertionError(f"{module} reads no arguments")
-
-
-def _values() -> dict[str, list[str]]:
-    """Return settings of few values: patterns of command and key, by these values."""
-    patterns: dict[str, list[str]] = defaultdict(list)
-    for module, form in _FORMS.items():
-        names = defaultdict(set)
-        for name, key in form.table.settings.items():
-            names[key.paths[0]].add(name)
-        for setting in chain.from_iterable(settings for _, _, settings in sections(form.config)):
-            choices = "true false" if setting.default in ("true", "false") else ""
-            if listed := re.search(r"one of (.*)$", setting.about):
-                choices = listed[1].replace(", ", " ")
-            if choices:
-                keys = {setting.path, setting.path.removeprefix(form.prefix)} | names[setting.path]
-                patterns[choices] += [f'"{module} {key}"' for key in sorted(keys)]
-    return patterns
 
 
 if __name__ == "__main__":
