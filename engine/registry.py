@@ -266,14 +266,19 @@ def load_function(path: str, name: str, setting: str) -> Callable[..., Any]:
 
 
 def _import_file(file: Path, setting: str) -> ModuleType:
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # for what it imports from beside it
+    spec = None
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(file.stem)
+    if spec is not None and spec.origin == str(file):  # a plugin may be the same module
+        return _import_module(file.stem, setting)
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if (known := sys.modules.get(name)) is not None:
         return known
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{setting}: {file} is not a Python file; give one that ends in .py")
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))  # for what it imports from beside it
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
