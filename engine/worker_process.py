@@ -346,7 +346,7 @@ def _run_worker(channel_fd: int, guard_pid: int, opener: OpenService) -> None:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         os.setsid()
         faulthandler.enable()
         if os.getppid() == guard_pid:
@@ -398,6 +398,11 @@ def _pidfd(pid: int) -> list[int]:
         return [os.pidfd_open(pid)]
     except (AttributeError, OSError):  # without it, the end of `control` says that the run is gone
         return []
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Let this process get a signal when its parent ends (Linux)."""
+    _prctl(_SET_PDEATHSIG, number)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -174,7 +174,7 @@ ABOVE = {
     "checkpoint": ("errors", "storage"),
     "planner": ("errors", "parallel", "controller.placement", "controller.launch"),
     "storage": ("errors", "console", "redaction", "worker_process"),
-    "tracking": ("errors", "redaction", "storage", "worker_process"),
+    "tracking": ("errors", "console", "redaction", "storage", "worker_process"),
     "lineage": ("errors", "redaction", "storage", "tracking", "checkpoint", "html_templates"),
     "samples": ("batch", "errors", "html_templates", "storage.filesystem"),
     "promotion": (

@@ -14,7 +14,7 @@ from engine.console import command_line, display_path, say
 from engine.errors import ConfigError, EngineError
 from engine.samples.sample_files import PAGE, SampleFolder, find_samples
 from engine.samples.viewer import page_of
-from engine.storage.filesystem import is_remote, write_atomically, writing
+from engine.storage.filesystem import is_remote, write_text
 
 
 @command_line()
@@ -49,9 +49,7 @@ def _write(folder: SampleFolder, target: str | None) -> Path:
     """Write the page, beside the samples of this machine unless `target` says where."""
     here = Path.cwd() if is_remote(folder.uri) else Path(folder.uri)
     path = Path(target).expanduser() if target else here / PAGE
-    page = page_of(folder).encode()
-    with writing(path, "choose another file with --html"):
-        write_atomically(path, [page])
+    write_text(path, page_of(folder), "choose another file with --html")
     return path
 
 

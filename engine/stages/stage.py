@@ -135,7 +135,7 @@ def execution_tags(execution: str) -> dict[str, str]:
 def run_folder(run: RunContext, name: str = "") -> Path:
     """Return where a run leaves what is no artifact: summary, pages, and files of metrics."""
     folder = home() / "runs" / run.run_id / name
-    with writing(folder, "free space, or set HYBRIDFLYTE_HOME"):
+    with writing(folder, "free space or set HYBRIDFLYTE_HOME"):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -42,12 +42,18 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
 
 
 @contextlib.contextmanager
-def writing(path: str | Path, way_out: str) -> Iterator[None]:
-    """Turn an OSError of the block into a StorageError about `path` that ends with the way out."""
+def writing(path: Path, way_out: str) -> Iterator[None]:
+    """Turn the block's OSError into a StorageError that names `path` and ends in the way out."""
     try:
         yield
     except OSError as error:
         raise StorageError(f"can't write {path}: {error.strerror or error}; {way_out}") from error
+
+
+def write_text(path: Path, text: str, way_out: str) -> None:
+    """Write a text whole or not at all; StorageError, which ends in the way out, if that fails."""
+    with writing(path, way_out):
+        write_atomically(path, [text.encode()])
 
 
 def fsync_tree(folder: Path) -> None:

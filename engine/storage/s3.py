@@ -186,7 +186,7 @@ class Uploader:
     ) -> None:
         """Write an object of these bytes, whole or not at all; `size` and `sha256` where known.
 
-        Raises StorageError when S3 refuses to the end; the parts are deleted on any error.
+        Raises StorageError when S3 refuses all attempts; the parts are deleted on any error.
         """
         length = part_size(size or 0)
         parts = self._parts(chunks, length)
@@ -250,7 +250,7 @@ class Uploader:
 
 
 def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytearray]:
-    """The same bytes in parts of `length`; only the last is shorter, and none is empty."""
+    """Yield the same bytes in parts of `length`; only the last is shorter, and none is empty."""
     part = bytearray()
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
@@ -268,8 +268,8 @@ def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytear
 def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = "upload") -> int:
     """Send the files of `folder` to `uri` that are not there yet; return their size in bytes.
 
-    A file appears there whole or not at all. Raises StorageError when S3 refuses to the end, or a
-    file is not as `files` says.
+    A file appears there whole or not at all. Raises StorageError when S3 refuses all attempts, or
+    a file is not as `files` says.
     """
     objects = Objects(uri)
     require_inside(files, uri, StorageError)

@@ -100,10 +100,9 @@ def new_key(path: Path) -> str:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    with writing(path, "name a file that is not there"):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(pem)
+    flags, way_out = os.O_WRONLY | os.O_CREAT | os.O_EXCL, "name a file that is not there"
+    with writing(path, way_out), open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(pem)
     return public_key(key)
 
 

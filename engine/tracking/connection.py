@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.console import SILENCE
 from engine.errors import TrackingError
 from engine.redaction import redact_values, without_credentials
+from engine.storage.filesystem import error_text
 from engine.worker_process import on_daemon_thread
 
 if TYPE_CHECKING:
@@ -82,12 +84,7 @@ DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-    "MLFLOW_LOGGING_LEVEL": "ERROR",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "GIT_PYTHON_REFRESH": "quiet",
-}
+} | {name: value for name, value in SILENCE.items() if name.startswith(("MLFLOW_", "GIT_"))}
 CAUSES = {
     r"Connection refused": "connection refused",
     r"Name or service not known|Failed to resolve|NameResolutionError|nodename nor servname": (
@@ -213,8 +210,7 @@ def cause(error: BaseException) -> str:
     for pattern, words in CAUSES.items():
         if re.search(pattern, text):
             return words
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return shorten(first.split(". ")[0].rstrip("."), 200)
+    return shorten(error_text(error).split(". ")[0], 200)
 
 
 def _create_database(path: Path) -> None:
