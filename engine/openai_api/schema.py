@@ -42,7 +42,7 @@ class RequestError(EngineError):
 
 
 class RequestLimits(Section):
-    """What one request may ask for; more is refused before any text becomes tokens."""
+    """Limits on one request; more is refused before any text becomes tokens."""
 
     max_prompts: int = Field(1024, ge=1, le=1_000_000, description="Prompts of a request")
     max_n: int = Field(64, ge=1, le=16_384, description="Completions of a prompt (n)")
@@ -58,7 +58,7 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """What both kinds of requests have."""
+    """The fields of both kinds of requests."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -236,7 +236,7 @@ class Reply:
 
     @property
     def chat(self) -> bool:
-        """Whether the request is a chat."""
+        """Tell whether the request is a chat."""
         return isinstance(self.request, ChatRequest)
 
     def whole(

@@ -39,9 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words[:split])
     options.vllm = words[split + 1 :]
     quiet()
-    with tempfile.TemporaryDirectory(
-        prefix="hybridflyte-serve-", ignore_cleanup_errors=True
-    ) as scratch:
+    folder = tempfile.TemporaryDirectory(prefix="hybridflyte-serve-", ignore_cleanup_errors=True)
+    with folder as scratch:
         _serve(options, Path(scratch))
     return 0
 
@@ -168,31 +167,21 @@ def _parser() -> argparse.ArgumentParser:
     add("model", help="models:/NAME@ALIAS, models:/NAME/VERSION, or a model's folder")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
-    add(
-        "--engine",
-        choices=("auto", "vllm", "native"),
-        default="auto",
-        help="what decodes (default: vllm where it is installed, else native)",
-    )
+    about = "what decodes (default: vllm where it is installed, else native)"
+    add("--engine", choices=("auto", "vllm", "native"), default="auto", help=about)
     add("--dry-run", action="store_true", help="check all, say what would be served, and exit")
-    add("--name", default="", help="the model's id in the API (default: its registered name, or "
-        "its folder's)")  # fmt: skip
-    add(
-        "--require-signatures",
-        action="store_true",
-        help=f"refuse a model that none of the keys in ${KEYS_VARIABLE} signed",
-    )
+    about = "the model's id in the API (default: its registered name, or its folder's)"
+    add("--name", default="", help=about)
+    about = f"refuse a model that none of the keys in ${KEYS_VARIABLE} signed"
+    add("--require-signatures", action="store_true", help=about)
     add("--max-model-len", type=int, metavar="TOKENS", help="default: the model's context")
-    add(
-        "--start-timeout", type=float, default=900.0, metavar="SECONDS",
-        help="vllm: longest wait for its start (default: 900)",
-    )  # fmt: skip
+    about = "vllm: longest wait for its start (default: 900)"
+    add("--start-timeout", type=float, default=900.0, metavar="SECONDS", help=about)
     limits = parser.add_argument_group("limits of the native server")
     for name, info in ServerLimits.model_fields.items():
-        limits.add_argument(
-            f"--{name.replace('_', '-')}", type=type(info.default), metavar="NUMBER",
-            help=f"{' '.join((info.description or '').split())} (default: {info.default})",
-        )  # fmt: skip
+        about = f"{' '.join((info.description or '').split())} (default: {info.default})"
+        option = f"--{name.replace('_', '-')}"
+        limits.add_argument(option, type=type(info.default), metavar="NUMBER", help=about)
     return parser
 
 

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServerLimits(HttpLimits, RequestLimits):
-    """What the native server bears from its clients, and does for one of them."""
+    """Limits of the native server on connections, requests and waiting times."""
 
     request_timeout: float = Field(600.0, gt=0, description="Longest wait for an answer, seconds")
 

@@ -42,9 +42,9 @@ def expectation(arguments: Sequence[str] | None) -> tuple[Expectation, bool]:
     as_json, required = values.pop("json"), tuple(values.pop("require"))
     expected = Expectation(required=required, **values)
     if expected.kind == "cpu" and expected.gpus:
-        raise ConfigError(f"--expect cpu and --gpus {expected.gpus} contradict; leave one away")
+        raise ConfigError(f"--expect cpu and --gpus {expected.gpus} contradict; remove one")
     if expected.quick and (expected.kind or expected.gpus):
-        raise ConfigError("--quick counts no device; leave it away, or --expect and --gpus")
+        raise ConfigError("--quick counts no device; remove it, or --expect and --gpus")
     return expected, as_json
 
 

@@ -25,13 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("teacher", metavar="TEACHER", help="folder or hub id of a causal language model")
-    add(
-        "--layers",
-        required=True,
-        type=lambda text: [int(number) for number in text.split(",")],
-        metavar="0,2,…",
-        help="which decoder layers are kept, counted from 0, in ascending order",
-    )
+    about = "which decoder layers are kept, counted from 0, in ascending order"
+    add("--layers", required=True, type=_numbers, metavar="0,2,…", help=about)
     add("--out", required=True, type=Path, metavar="FOLDER", help="where to; must not exist")
     add("--dry-run", action="store_true", help="build it, say its size, and write nothing")
     options = parser.parse_args(arguments)
@@ -44,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     dry = "dry run, nothing is written; " if options.dry_run else ""
     say(f"{dry}{out}: {counts[0]:,} parameters of the teacher's {counts[1]:,}")
     return 0
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def write_student(
