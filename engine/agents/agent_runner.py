@@ -15,7 +15,6 @@ neither torch nor pydantic.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import math
@@ -25,7 +24,6 @@ import resource
 import shlex
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -34,7 +32,7 @@ from typing import Any
 
 from engine.agents.environment_protocol import Action, EnvironmentFailure, Observation
 from engine.errors import ConfigError, EngineError, EpisodeError
-from engine.registry import Options, Registry
+from engine.registry import Options, Registry, load_function
 from engine.rewards.reward_function import float32_or_nan
 
 SETTING = "rollout.agent.play"
@@ -91,11 +89,8 @@ def _words(command: str) -> list[str]:
 def _function(name: str, options: Mapping[str, object]) -> Callable[..., Any]:
     """The agent at `path/to/file.py:play` or `package.module:play`, with its options."""
     path, _, attribute = name.partition(":")
-    function: Any = None
     if path.endswith(".py"):
-        function = getattr(_module_of_file(path), attribute, None)
-        if function is None:
-            raise ConfigError(f"{SETTING}.name={name!r}: the file has no {attribute!r}")
+        function: Any = load_function(path, attribute, f"{SETTING}.name={name!r}")
     else:
         function = _registry.load(name)
     if not inspect.iscoroutinefunction(function):
@@ -111,37 +106,6 @@ def _function(name: str, options: Mapping[str, object]) -> Callable[..., Any]:
             f"{SETTING}.name={name!r} can't be called as {attribute}(row, client): {error}"
         ) from None
     return lambda row, client: function(row, client, **given)
-
-
-def _module_of_file(path: str) -> object:
-    """A user's file as a module, whose folder it can import from."""
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise ConfigError(f"{SETTING}.name={path!r}: there is no such file")
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    name = file.stem
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        found = None
-    if found is None or found.origin != str(file):  # another module has the name
-        name = f"_agent_{name}"
-    if (known := sys.modules.get(name)) is not None:
-        return known
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may fail in any way
-        del sys.modules[name]
-        raise ConfigError(
-            f"{SETTING}.name={path!r} can't be imported ({type(error).__name__}: {error})"
-        ) from error
-    return module
 
 
 class AgentProgram:

@@ -22,7 +22,8 @@ from pydantic_core import ErrorDetails
 from engine.agents.environment_protocol import Message, ToolCall
 from engine.errors import ConfigError
 from engine.registry import Options, Registry, origin
-from engine.rewards.calls import on_daemon_thread, text_of
+from engine.rewards.calls import text_of
+from engine.worker_process import on_daemon_thread
 
 if TYPE_CHECKING:
     from mcp import Client

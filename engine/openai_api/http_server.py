@@ -31,7 +31,7 @@ STOP_S = 3  # for requests under way when the server ends
 
 
 class HttpLimits(Section):
-    """What a server bears from its clients."""
+    """Limits on a client's connections and on the time and size of its requests."""
 
     max_body_mib: float = Field(8.0, gt=0, le=1024, description="Size of a request")
     header_timeout: float = Field(10.0, gt=0, le=3600)
@@ -59,7 +59,7 @@ class _Connection(H11Protocol):
 
     @property
     def droppable(self) -> bool:
-        """Whether no whole request of its client is being answered."""
+        """Tell whether no whole request of its client is being answered."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body
 

@@ -42,7 +42,7 @@ class RequestError(EngineError):
 
 
 class RequestLimits(Section):
-    """What one request may ask for; more is refused before any text becomes tokens."""
+    """Limits on one request; more is refused before any text becomes tokens."""
 
     max_prompts: int = Field(1024, ge=1, le=1_000_000, description="Prompts of a request")
     max_n: int = Field(64, ge=1, le=16_384, description="Completions of a prompt (n)")
@@ -58,7 +58,7 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """What both kinds of requests have."""
+    """The fields of both kinds of requests."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -236,7 +236,7 @@ class Reply:
 
     @property
     def chat(self) -> bool:
-        """Whether the request is a chat."""
+        """Tell whether the request is a chat."""
         return isinstance(self.request, ChatRequest)
 
     def whole(
@@ -297,17 +297,3 @@ def error_body(message: str, status: int) -> dict[str, object]:
 def sse(event: object) -> str:
     """Write an event of a stream; `[DONE]` ends one."""
     return f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
-
-
-def json_pieces(value: object, depth: int = 4) -> Iterator[str]:
-    """Write JSON in pieces, `depth` levels apart: `json.dumps` holds all threads up meanwhile."""
-    if not depth or not isinstance(value, dict | list):
-        yield json.dumps(value)
-        return
-    is_dict = isinstance(value, dict)
-    yield "{" if is_dict else "["
-    for i, item in enumerate(value):
-        yield ", " if i else ""
-        yield f"{json.dumps(item)}: " if is_dict else ""
-        yield from json_pieces(value[item] if is_dict else item, depth - 1)
-    yield "}" if is_dict else "]"

@@ -45,7 +45,7 @@ from engine.rewards.reward_function import (
     require_components,
     resolve_reward,
 )
-from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
+from engine.worker_process import ProcessEnded, TooLate, WorkerProcess, on_daemon_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -85,25 +85,6 @@ class RewardRows:
             {name: [values[i] for i in indices] for name, values in self.columns.items()},
             [self.numbers[i] for i in indices],
         )
-
-
-# One call on a daemon thread, for which Python doesn't wait at its exit. Nothing can stop a plain
-# function in this process: one that hangs is given up, and stays on its thread until it returns.
-
-
-def on_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Call a function on a thread of its own; whatever it raises is the future's."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            future.set_result(function(*args, **kwargs))
-        except BaseException as error:  # SystemExit, say, must not end more than the call
-            future.set_exception(error)
-
-    threading.Thread(target=work, name=getattr(function, "__name__", ""), daemon=True).start()
-    return future
 
 
 class _DaemonThreads(ThreadPoolExecutor):

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServerLimits(HttpLimits, RequestLimits):
-    """What the native server bears from its clients, and does for one of them."""
+    """Limits of the native server on connections, requests and waiting times."""
 
     request_timeout: float = Field(600.0, gt=0, description="Longest wait for an answer, seconds")
 
@@ -134,7 +134,8 @@ class ApiServer:
             finally:
                 accepted.cancel()
         body = reply.whole([answers[index] for index in sorted(answers)], accepted.log_probs)
-        write = partial("".join, schema.json_pieces(body))
+        # In pieces, as `json.dumps` holds all threads up meanwhile.
+        write = partial("".join, json.JSONEncoder().iterencode(body))
         text = await _in_thread(bool(accepted.log_probs), write)
         return Response(text, media_type="application/json")
 

@@ -1,4 +1,4 @@
-"""Decoding for many clients at once, none of whom can keep the others waiting.
+"""Decodes for many clients at once, so that none waits long for the others.
 
 Requests that draw tokens in the same way share a stream of the engine (continuous batching); one
 with a seed of its own has a stream to itself, so that it gives the same tokens whoever else asks.
@@ -44,7 +44,7 @@ class Decoded:
 
 
 Event = Decoded | list[LogProbs | None] | Exception | None
-"""What a request is sent: completions as they end, its prompts' log-probs in order, or an error;
+"""A message to a request: completions as they end, its prompts' log-probs in order, or an error;
 then None."""
 
 
@@ -109,7 +109,7 @@ class _Sequence:
         self.key = (self.prompt, self.completion) if seeded else random.getrandbits(62)
 
     def ended(self, completion: Completion) -> bool:
-        """Whether its completion is whole; keeps the tokens of one that was cut."""
+        """Tell whether its completion is whole; keep the tokens of one that was cut."""
         ids, limit = completion.token_ids, self.job.longest[self.prompt]
         if not self.cut or completion.finish_reason == "stop" or len(ids) >= limit:
             return True

@@ -95,7 +95,7 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
             "its files are those that were registered can't be checked"
         )
     with staging("download") as draft:
-        folder = tracker.download_model(version.name, version.version, draft / "model")
+        folder = tracker.download_model(version, draft / "model")
         if not (folder / MANIFEST).is_file():
             return _publish_copy(folder, f"{REGISTERED}{version.name}/{version.version}")
         manifest = read_manifest(folder)

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,15 @@ def test_the_command_line_offers_what_is_left_to_choose(place: Place) -> None:
     shown = place.invoke("run", FILE, "rlhf_full", "--help").out
     assert "Qwen/Qwen2.5-1.5B-Instruct" in shown
     assert "--profile" in shown
+
+
+@needs_plans
+def test_click_warns_of_no_flag_that_is_there_twice(place: Place) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.filterwarnings("always", "The parameter", UserWarning)
+        shown = place.invoke("run", FILE, "rollback", "--help").out
+    assert "--forced" in shown
+    assert [str(warning.message) for warning in warned] == []
 
 
 def in_this_process(seed: int = 0, source: str = "arithmetic") -> RLHFConfig:

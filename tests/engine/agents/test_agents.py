@@ -197,8 +197,8 @@ def test_agents_play_ahead_of_the_trainer(tiny_folder: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("no/such/file.py:play", {}, "no such file"),
-        (f"{FILE}:nothing", {}, "has no 'nothing'"),
+        ("no/such/file.py:play", {}, "does not exist here"),
+        (f"{FILE}:nothing", {}, "has no function 'nothing'"),
         (f"{FILE}:digits", {}, "no coroutine function"),
         (f"{FILE}:_later", {}, "can't be called as"),
         (f"{FILE}:play", {"turn": 1}, "did you mean 'turns'"),
