@@ -15,7 +15,7 @@ import pickle
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ContextDecorator, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,22 +82,17 @@ def check_dtype(dtype: str) -> None:
         raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
 
 
-class _ModelLock(ContextDecorator):
-    """Has other threads wait while a model is made, as transformers changes global state then."""
-
-    _lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+_model_lock = threading.RLock()
 
 
-with_model_lock = _ModelLock()
+@contextmanager
+def model_lock() -> Iterator[None]:
+    """Let other threads wait while a model is made, as transformers changes global state then."""
+    with _model_lock:
+        yield
 
 
-@with_model_lock
+@model_lock()
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
@@ -122,7 +117,7 @@ def build_model(
     return model
 
 
-@with_model_lock
+@model_lock()
 def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """Load any Hugging Face causal LM from a folder or hub id (`owner/name`, or with `@revision`).
 
@@ -397,7 +392,7 @@ def _rope_of_this_version(config: PretrainedConfig, changes: dict[str, Any]) -> 
     return changes | {"rope_parameters": dict(config.rope_parameters or {}) | scaling}
 
 
-@with_model_lock
+@model_lock()
 def _shapes(config: PretrainedConfig, changes: Mapping[str, object]) -> dict[str, torch.Size]:
     """Return the shape of each parameter of a model with other values by name, without storage."""
     values = config.to_dict() | dict(changes)
