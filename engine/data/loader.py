@@ -162,10 +162,8 @@ def add_prompt_ids(
     if truncation is not None:
         complete = encode_prompts(tokenizer, prompts, path, numbers)
         ids: Sequence[list[int] | None] = [truncation.cut(tokens) for tokens in complete]
-    elif not limit:
-        ids = encode_prompts(tokenizer, prompts, path, numbers)
     else:
-        ids = encode_short_prompts(tokenizer, prompts, limit, path, numbers)
+        ids = encode_short_prompts(tokenizer, prompts, limit or 1 << 40, path, numbers)
     long = [i for i, tokens in zip(numbers, ids, strict=True) if tokens is None]
     if long and way_out:
         raise DataError(

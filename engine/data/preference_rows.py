@@ -147,7 +147,7 @@ def _response_row(row: Row, raw: Row, where: str) -> Row:
 
 def _conversation(
     row: Row, names: Sequence[str], where: str
-) -> tuple[list[dict[str, Any]], list[Said]]:
+) -> tuple[list[dict[str, Any]], list[Response]]:
     """The messages before the responses `names`, and each of these."""
     prompt = _prompt(row, where)
     heads, responses = [], []
@@ -178,10 +178,10 @@ def _prompt(row: Row, where: str) -> list[dict[str, Any]] | None:
     return None if is_missing(row.get("prompt")) else prompt_messages(row["prompt"], where)
 
 
-Said = str | dict[str, Any]  # what the assistant says: text, or its message where it has more
+Response = str | dict[str, Any]  # what the assistant says: text, or its message where it has more
 
 
-def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]], Said]:
+def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]], Response]:
     """The messages before a response, which its cell may have, and the response."""
     messages: object = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
     messages = [messages] if isinstance(messages, Mapping) else messages

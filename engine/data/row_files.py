@@ -212,14 +212,6 @@ def address_digest(address: str) -> str:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
-_CONVERSATIONS = (
-    "prompt",
-    "response",
-    "chosen",
-    "rejected",
-    "completion",
-    "messages",
-)  # columns of messages, or text
 LONGEST_TEXT = 4_000_000  # characters of one cell: a million tokens, more than any model reads
 
 
@@ -332,7 +324,7 @@ def _value(raw: Row, path: str) -> object:
 
 def _check_text(value: object, column: str, where: str) -> None:
     """Refuse text that no model reads: with a NUL, or of megabytes."""
-    for text in texts_of(value) if isinstance(value, str) or column in _CONVERSATIONS else ():
+    for text in texts_of(value) if isinstance(value, str) or column in rows.CONVERSATIONS else ():
         if len(text) > LONGEST_TEXT:
             raise DataError(
                 f"{where}: column {column!r} has {len(text):,} characters, more than "

@@ -103,14 +103,14 @@ def templated(template: str) -> PreTrainedTokenizerFast:
         ("{{ raise_exception('no ' + messages[0].role) }}", "5", r"\(TemplateError: no user\); ch"),
         ("{{ messages[0].nothing.at_all }}", "5", r"refuses the prompt \(UndefinedError: "),
         ("{{ messages[0].content }}", "\ud83d", r"refuses the prompt \(TypeError: "),
-        ("{{ '' }}", "5", r"refuses the prompt \(ValueError: it makes no tokens of it\)"),
+        ("{{ '' }}", "5", r"makes no tokens of the prompt; change its messages"),
     ],
 )
 def test_a_prompt_that_the_template_refuses_is_named(
     template: str, content: str, message: str
 ) -> None:
     prompts = [[{"role": "user", "content": content}]]
-    with pytest.raises(DataError, match=rf"^train, row 3: the chat template of .*{message}"):
+    with pytest.raises(DataError, match=rf"^train, row 3: the chat template .*{message}"):
         encode_prompts(templated(template), prompts, "train", numbers=[3])
 
 

@@ -111,6 +111,20 @@ def test_marks_of_the_template_say_what_is_learned() -> None:
     assert without_end.response_ids == example.response_ids
 
 
+def test_marks_count_where_a_text_begins_with_a_space() -> None:
+    tokenizer = family_tokenizer("mistral")
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}"
+        "{%- else %}{%- generation %}{{- ' ' + m.content }}{%- endgeneration %}{{- eos_token }}"
+        "{%- endif %}{%- endfor %}"
+    )
+    [example] = conversation_examples(tokenizer, TALK)
+    text = tokenizer.apply_chat_template(TALK, tokenize=False)
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    assert example.prompt_ids + example.response_ids == whole
+    assert learned_texts(tokenizer, example).replace(" ", "") == "2.|4.|8.|"
+
+
 def test_rows_of_files(tmp_path: Path) -> None:
     tokenizer = family_tokenizer("qwen2.5")
     tool = {
