@@ -49,8 +49,7 @@ class Splits:
     evaluation: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # further test sets
 
     def frames(self) -> dict[str, pd.DataFrame]:
-        names = ("sft_train", "sft_validation", "train", "validation", "test")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in SPLITS}
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """The five tables and, as `test_<name>`, the evaluation sets."""
