@@ -1,7 +1,7 @@
 """From files to verl-compatible Parquet with a card, in bounded memory: `prepare`.
 
 Test rows come first, then validation, then training rows, each without the prompts that a split
-before it has. Memory holds 16 bytes of each prompt and the runs of words of held-out rows.
+before it has. Memory holds the runs of words of held-out rows.
 """
 
 from __future__ import annotations
