@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from engine.data.chat_template import (
@@ -26,6 +26,7 @@ from engine.data.chat_template import (
     refusals,
     render,
 )
+from engine.data.collate import SFTExample
 from engine.data.control_tokens import control_tokens
 from engine.data.rows import answered_messages, is_continued
 from engine.errors import DataError, ModelError
@@ -128,11 +129,8 @@ def encode_prompts(
     Raises DataError that names the first row which the chat template refuses, and ModelError for a
     template that is wrong by itself.
     """
-    encoded = []
-    for i, prompt in enumerate(prompts):
-        with refusals(tokenizer, f"{name}, row {numbers[i] if numbers else i}"):
-            encoded.append(encode_prompt(tokenizer, prompt))
-    return encoded
+    encoded = encode_short_prompts(tokenizer, prompts, 1 << 40, name, numbers)
+    return [ids for ids in encoded if ids is not None]
 
 
 def encode_short_prompts(
@@ -179,30 +177,22 @@ def encode_response(
     return [*map(int, tokenizer.encode(said, add_special_tokens=False)), end]
 
 
-class EncodedTurn(NamedTuple):
-    """A prompt, and the assistant's turn after it."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]  # to its end token
-    learned: list[bool]  # of each of them: false outside of a template's {% generation %}
-
-
 def encode_turn(
     tokenizer: PreTrainedTokenizerBase,
     before: Sequence[Message],
     message: Message,
     tools: Sequence[Mapping[str, object]] = (),
-) -> EncodedTurn:
+) -> SFTExample:
     """The tokens of a prompt, and of the assistant's message after it as a policy samples them.
 
-    They are what the template writes of it after the generation prompt, to its end token. Raises
-    DataError as `encode_prompt` and `encode_response` do, and where the template leaves out what
-    the message holds besides.
+    They are what the template writes of it after the generation prompt, to its end token; outside
+    of the template's {% generation %} they are not learned. Raises DataError as `encode_prompt` and
+    `encode_response` do, and where the template leaves out what the message holds besides.
     """
     if is_continued(before) or not tokenizer.chat_template:  # which no template writes
         _check_plain(message)
         ids = encode_response(tokenizer, message["content"], continues=is_continued(before))
-        return EncodedTurn(encode_prompt(tokenizer, before), ids, [True] * len(ids))
+        return SFTExample(encode_prompt(tokenizer, before), ids, [True] * len(ids))
     check_roles(tokenizer, [*before, message])
     turns = turn_format(tokenizer)
     chat, encode = _escaped(tokenizer, [*before, message])
@@ -223,7 +213,7 @@ def encode_turn(
         joins = whole[: len(ids)] == ids
         part = whole[len(ids) :] if joins else encode(rest[first:last], add_special_tokens=False)
         ids, learned = ids + part, learned + [learn] * len(part)
-    return EncodedTurn(prompt, [*ids[len(prompt) :], *more], learned + [True] * len(more))
+    return SFTExample(prompt, [*ids[len(prompt) :], *more], learned + [True] * len(more))
 
 
 def _check_plain(message: Message) -> None:

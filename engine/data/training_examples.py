@@ -105,7 +105,7 @@ def read_sft_examples(
 
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[SFTExample]:
         if "messages" not in row:
-            return [SFTExample(*_turn(tokenizer, row, row["response"]))]
+            return [_turn(tokenizer, row, row["response"])]
         return conversation_examples(tokenizer, row["messages"], row.get("tools", ()), train_on)
 
     return _read(paths, tokenizer, "responses", encode, **options)
@@ -128,8 +128,7 @@ def conversation_examples(
         turns = [i for i in turns if i == len(messages) - 1]
     examples: list[SFTExample] = []
     for i in turns:
-        turn = templates.encode_turn(tokenizer, messages[:i], messages[i], tools)
-        example = SFTExample(*turn)
+        example = templates.encode_turn(tokenizer, messages[:i], messages[i], tools)
         if examples and (joined := _joined(examples[-1], example)) is not None:
             examples[-1] = joined
         else:
@@ -299,9 +298,7 @@ def _message(response: Response) -> dict[str, Any]:
     return {"role": "assistant", "content": response} if isinstance(response, str) else response
 
 
-def _turn(
-    tokenizer: PreTrainedTokenizerBase, row: Row, response: Response
-) -> templates.EncodedTurn:
+def _turn(tokenizer: PreTrainedTokenizerBase, row: Row, response: Response) -> SFTExample:
     message, tools = _message(response), row.get("tools", ())
     return templates.encode_turn(tokenizer, row["prompt"], message, tools)
 
