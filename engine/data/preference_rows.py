@@ -65,7 +65,7 @@ class PreferenceMapper:
         row = self._mapper.named(raw, where)
         is_pair = {"chosen", "rejected"} <= row.keys() or self._kind == "pairs"
         if self._kind == "responses":
-            canonical = _response_row(row, raw, where)
+            canonical = _response_row(row, where)
         elif self._kind == "steps":
             canonical = _steps_row(row, where)
         else:
@@ -104,9 +104,7 @@ def _as_labelled(pair: Row) -> list[Row]:
 
 
 def _steps_row(row: Row, where: str) -> Row:
-    prompt = _prompt(row, where)
-    if prompt is None:
-        raise _missing("prompt", row, where)
+    prompt = prompt_messages(_cell(row, "prompt", where), where)
     cells = (_cell(row, name, where) for name in ("completions", "labels"))
     steps, labels = (list(c) if isinstance(c, list | tuple | np.ndarray) else [] for c in cells)
     if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
@@ -123,7 +121,7 @@ def _steps_row(row: Row, where: str) -> Row:
     return {"prompt": prompt, "completions": steps, "labels": flags}
 
 
-def _response_row(row: Row, raw: Row, where: str) -> Row:
+def _response_row(row: Row, where: str) -> Row:
     if "prompt" not in row and not is_missing(row.get("messages")):
         messages = canonical_messages(row["messages"], f"{where}: column 'messages'")
         roles = [message["role"] for message in messages]
@@ -136,23 +134,23 @@ def _response_row(row: Row, raw: Row, where: str) -> Row:
                 "it with the one before it, or remove it"
             )
         return {"messages": messages}
-    for name, example in (("prompt", "question"), ("response", "answer")):
-        if name not in row:
-            raise _missing(name, raw, where, example)
-    before, said = _response(row["response"], "response", where)
+    prompt = prompt_messages(_cell(row, "prompt", where), where)
+    before, response = _response(_cell(row, "response", where), "response", where)
     if before:
         raise DataError(f"{where}: column 'response' has {len(before) + 1} messages; give one")
-    return {"prompt": prompt_messages(row["prompt"], where), "response": said}
+    return {"prompt": prompt, "response": response}
 
 
 def _conversation(
     row: Row, names: Sequence[str], where: str
 ) -> tuple[list[dict[str, Any]], list[Response]]:
     """The messages before the responses `names`, and each of these."""
-    prompt = _prompt(row, where)
+    prompt = None
+    if not is_missing(row.get("prompt")):
+        prompt = prompt_messages(row["prompt"], where)
     heads, responses = [], []
     for name in names:
-        head, said = _response(_cell(row, name, where), name, where)
+        head, response = _response(_cell(row, name, where), name, where)
         if prompt is None and not head:
             raise DataError(
                 f"{where}: there is no column 'prompt', and no message before the response in "
@@ -165,17 +163,13 @@ def _conversation(
                 "one of the two"
             )
         heads.append(head or prompt or [])
-        responses.append(said)
+        responses.append(response)
     if heads[0] != heads[-1]:
         raise DataError(
             f"{where}: 'chosen' and 'rejected' answer different conversations; they must differ in "
             "the last message alone"
         )
     return heads[0], responses
-
-
-def _prompt(row: Row, where: str) -> list[dict[str, Any]] | None:
-    return None if is_missing(row.get("prompt")) else prompt_messages(row["prompt"], where)
 
 
 Response = str | dict[str, Any]  # what the assistant says: text, or its message where it has more
@@ -212,15 +206,12 @@ def _label(cell: object) -> bool | None:
 
 def _cell(row: Row, name: str, where: str) -> object:
     if name not in row:
-        raise _missing(name, row, where)
+        example = {"prompt": "question", "response": "answer"}.get(name, "…")
+        raise DataError(
+            f"{where}: there is no column {name!r}; name one of {sorted(row)} in data.columns, "
+            f"e.g. data.columns.{name}={example}"
+        )
     return row[name]
-
-
-def _missing(name: str, row: Row, where: str, example: str = "…") -> DataError:
-    return DataError(
-        f"{where}: there is no column {name!r}; name one of {sorted(row)} in data.columns, e.g. "
-        f"data.columns.{name}={example}"
-    )
 
 
 @dataclass(frozen=True, slots=True)
