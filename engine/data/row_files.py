@@ -59,9 +59,13 @@ def parse_address(address: str) -> HubDataset:
 
 
 def hub_commit(dataset: HubDataset) -> str:
-    """The commit (40 hex digits) that a dataset's revision is now; a commit needs no network."""
+    """The commit (40 hex digits) that a dataset's revision is now; a commit needs no network.
+
+    Where the hub doesn't answer it is the one that was read last, if there is any.
+    """
     if _COMMIT.fullmatch(dataset.revision):
         return dataset.revision
+    from datasets import config
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -70,6 +74,10 @@ def hub_commit(dataset: HubDataset) -> str:
         revision = dataset.revision or None
         info = HfApi().dataset_info(dataset.id, revision=revision, timeout=HUB_TIMEOUT_S)
     except (OSError, HTTPError, HFValidationError) as error:
+        cache = Path(config.HF_DATASETS_CACHE) / dataset.id.replace("/", "___")
+        read = [path for path in cache.glob("*/*/*") if _COMMIT.fullmatch(path.name)]
+        if read and not dataset.revision:
+            return max(read, key=lambda path: path.stat().st_mtime).name
         raise DataError(
             f"the Hugging Face hub gives no dataset {dataset.id!r}"
             f"{f' at {dataset.revision!r}' if dataset.revision else ''} ({type(error).__name__}); "
