@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from engine.config import DataConfig, EvaluateConfig, PairsConfig, RewardSpec, R
 from engine.data import contract, preference_rows
 from engine.data.decontamination import HeldOut, question_text
 from engine.data.rows import is_filled, normalise, prompt_text
+from engine.data.sources import draw_key
 from engine.data.templates import encode_prompts, encode_response
 from engine.dataflows import choose_dataflow
 from engine.errors import DataError, ModelError
@@ -133,11 +133,7 @@ def read_preference_tables(
 def _held_out_prompts(prompts: Iterable[str], size: int, seed: int) -> set[str]:
     """Prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
     rows, apart = Counter(prompts), set[str]()
-
-    def draw(prompt: str) -> bytes:
-        return hashlib.blake2b(f"{seed}/{prompt}".encode(), digest_size=8).digest()
-
-    for prompt in sorted(rows, key=draw):
+    for prompt in sorted(rows, key=lambda prompt: draw_key(f"{seed}/{prompt}")):
         if size <= 0:
             break
         apart.add(prompt)

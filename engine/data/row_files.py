@@ -25,7 +25,7 @@ from engine.data.cells import SHOWN, is_missing, row_numbers, texts_of
 from engine.data.rows import RULE, TRUTH
 from engine.errors import ConfigError, DataError, EmptyFileError, EngineError
 from engine.final_answers import DecimalMark, last_boxed, normalise_number
-from engine.storage.filesystem import as_path, is_remote
+from engine.storage.filesystem import as_path, is_hub_id, is_remote
 from engine.storage.json_rows import Numbered, Row
 from engine.storage.readers import is_data_file, list_files, open_file, stream_rows
 
@@ -141,7 +141,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "validation": ("validation", "valid", "val", "dev", "eval"),
     "test": ("test", "testing"),
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+([@:].+)?")
 
 
 def split_addresses(
@@ -161,7 +160,7 @@ def split_addresses(
             "data.path is empty; with data.source=files give a file, a folder, an s3:// prefix or "
             "hf://ID"
         )
-    if not is_remote(path) and not as_path(path).exists() and _HUB_ID.fullmatch(path):
+    if is_hub_id(path):
         path = HUB + path
     splits: dict[str, list[str]] = {}
     if path.startswith(HUB):
