@@ -30,10 +30,7 @@ def render(
     tools: Sequence[Mapping[str, object]],
     add_generation_prompt: bool,
 ) -> str:
-    """The chat template's text of messages, whose own texts may still spell control tokens.
-
-    Raises DataError where the template leaves out a tool's call.
-    """
+    """Return the chat template's text of messages; DataError where it leaves out a tool's call."""
     has_calls = any("tool_calls" in message for message in messages)
     problem: Exception | None = None
     for as_none, as_text in _CALL_FORMS if has_calls else _CALL_FORMS[:1]:

@@ -54,7 +54,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, config: DataConfig) -> HeldOut:
-        """With the prompts of the evaluation sets in `data.decontaminate.against`."""
+        """Hold out the prompts of the evaluation sets in `data.decontaminate.against`."""
         settings = config.decontaminate
         held_out = cls(settings.ngram, settings.overlap)
         for address in settings.against:

@@ -103,7 +103,7 @@ class PromptLoader:
             self._order.observe(row, rate)
 
     def state_dict(self) -> dict[str, object]:
-        """Where the loader is: plain values, fit for JSON."""
+        """Return where the loader is, as plain values, fit for JSON."""
         data = {"rows": len(self._rows), "digest": self._digest}
         return self._order.state_dict() | self._settings | data
 

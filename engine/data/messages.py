@@ -129,10 +129,7 @@ def _arguments(value: object, where: str) -> str:
 
 
 def for_template(message: Mapping[str, Any], *, as_text: bool = False) -> dict[str, Any]:
-    """A message as chat templates read it: without what is None, and arguments as an object.
-
-    `as_text` leaves arguments JSON text, as a few templates want them.
-    """
+    """A message as chat templates read it: arguments are an object, or `as_text` JSON text."""
     fields = {k: v for k, v in message.items() if v is not None and k != "weight"}
     calls = list[dict[str, Any]]()
     for call in fields.pop("tool_calls", ()):

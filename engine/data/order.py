@@ -209,7 +209,7 @@ class WeightedOrder:
         weights: Mapping[str, float],
         seed: int,
     ) -> None:
-        """By source: its rows, the order among them, and its weight."""
+        """Take each source's rows, the order among them, and its weight."""
         self._names, self._seed, self._rows, self._orders = sorted(rows), seed, rows, orders
         self._weights = np.asarray([weights[name] for name in self._names], dtype=float)
         # By row: its source, and its index there.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ def read_preference_rows(
 
     A pair gives two rows with labels where labels are asked for. Raises as `MappedRows` does.
     """
-    mapper = PreferenceMapper(config, kind)
+    mapper = partial(preference_row, RowMapper(config), kind)
     files = []
     for file in (file for address in addresses for file in data_files(address)):
         mapped, rows, numbers = MappedRows(file, config, mapper=mapper), list[Row](), list[int]()
@@ -48,32 +49,27 @@ def read_preference_rows(
     return files
 
 
-class PreferenceMapper:
-    """Turns rows of files into canonical rows, as `data.columns` and `data.templates` say.
+def preference_row(mapper: RowMapper, kind: Kind, raw: Row, where: str) -> Row:
+    """Turn a row of a file into a canonical one; DataError that begins with `where` for none.
 
-    >>> mapper = PreferenceMapper(RowsConfig(columns={"chosen": "better"}), "pairs")
-    >>> mapper({"prompt": "1+1?", "better": "2", "rejected": "3"}, "d.jsonl, row 1")
+    >>> mapper = RowMapper(RowsConfig(columns={"chosen": "better"}))
+    >>> row = {"prompt": "1+1?", "better": "2", "rejected": "3"}
+    >>> preference_row(mapper, "pairs", row, "d.jsonl, row 1")
     {'prompt': [{'role': 'user', 'content': '1+1?'}], 'chosen': '2', 'rejected': '3', 'margin': 0.0}
     """
-
-    def __init__(self, config: RowsConfig, kind: Kind) -> None:
-        """Raise ConfigError for a template that is not one."""
-        self._mapper, self._kind = RowMapper(config), kind
-
-    def __call__(self, raw: Row, where: str) -> Row:
-        """One canonical row; DataError that begins with `where` for a row that has none."""
-        row = self._mapper.named(raw, where)
-        is_pair = {"chosen", "rejected"} <= row.keys() or self._kind == "pairs"
-        if self._kind == "responses":
-            canonical = _response_row(row, where)
-        elif self._kind == "steps":
-            canonical = _steps_row(row, where)
-        else:
-            canonical = _pair_row(row, where) if is_pair else _labelled_row(row, where)
-        if tools := row_tools(row.get("tools"), where):
-            canonical["tools"] = tools
-        name = "prompt" if "prompt" in canonical else "messages"
-        return canonical | {name: self._mapper.with_system(canonical[name])}
+    row = mapper.named(raw, where)
+    if kind == "responses":
+        canonical = _response_row(row, where)
+    elif kind == "steps":
+        canonical = _steps_row(row, where)
+    elif kind == "pairs" or {"chosen", "rejected"} <= row.keys():
+        canonical = _pair_row(row, where)
+    else:
+        canonical = _labelled_row(row, where)
+    if tools := row_tools(row.get("tools"), where):
+        canonical["tools"] = tools
+    name = "prompt" if "prompt" in canonical else "messages"
+    return canonical | {name: mapper.with_system(canonical[name])}
 
 
 def _pair_row(row: Row, where: str) -> Row:

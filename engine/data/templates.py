@@ -267,10 +267,7 @@ def _thought_left_out() -> DataError:
 
 
 def _after_opening(opening: str, text: str, *, is_whole: bool = True) -> str:
-    """What follows `opening` in a turn's text, which may begin with it.
-
-    A thought that the prompt has opened is closed where a whole turn has none.
-    """
+    """Return a turn's text after the `opening` of its prompt; close a thought that it lacks."""
     begun, bare = text.lstrip(), opening.strip()
     if not bare:
         return text
@@ -428,10 +425,7 @@ def decode_response(
 
 
 def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends a response, of the template or else the tokenizer's eos.
-
-    Raises ModelError where neither is defined.
-    """
+    """The token that ends a response, the template's or else the tokenizer's; or ModelError."""
     ends = turn_format(tokenizer).end_ids
     if not ends:
         raise ModelError(
