@@ -92,6 +92,9 @@ CASES = {
     "llama, a call in Python's form": Case(
         "llama3_json", '<|python_tag|>search.call(query="rain")', [], malformed=1
     ),
+    "llama, a broken call after the tag": Case(
+        "llama3_json", '<|python_tag|>{"name": ', [], malformed=1
+    ),
     "llama, an answer in braces": Case("llama3_json", "It is {4}.", [], content="It is {4}."),
     "llama, JSON that is no call": Case(
         "llama3_json", 'The set is {"a": 1}.', [], content='The set is {"a": 1}.'

@@ -353,3 +353,10 @@ def test_transformers_own_loader_splits_alike(
     assert theirs.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     ) == encode_prompt(smollm2, messages)
+
+
+def test_variables_of_a_template_are_json() -> None:
+    plain = templated("{{ x is none }} {{ y.z }} {{ messages[0].content }}")
+    tokenizer = with_template_variables(plain, {"x": None, "y": {"z": [True, None, "é"]}})
+    text = tokenizer.apply_chat_template([USER], tokenize=False)
+    assert text == f"True [True, None, 'é'] {USER['content']}"
