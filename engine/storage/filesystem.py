@@ -211,6 +211,25 @@ def pin_revision(path: str, setting: str = "model.path") -> str:
     return f"{name}@{Path(file).parent.name}"
 
 
+def hub_folder(hub_id: str, setting: str = "model.path") -> Path:
+    """Fetch a model into the hub's cache; return its folder there, or raise ModelError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    name, revision = split_revision(hub_id)
+    files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=files, etag_timeout=SECONDS
+        )
+    except (OSError, ValueError, HTTPError) as error:
+        raise ModelError(
+            f"{setting}={hub_id!r} is no folder here and can't be downloaded from the hub "
+            f"({loading_error(error)}); check the name and the network, or give a folder"
+        ) from error
+    return Path(folder)
+
+
 def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None:
     """Raise ModelError for a model whose folder brings Python code of its own (`auto_map`)."""
     from huggingface_hub import hf_hub_download

@@ -114,7 +114,10 @@ def test_a_plain_host_is_no_cluster() -> None:
             {"sft": {"skip": True}},
             "sft.skip=true leaves RL without a model: one from scratch needs",
         ),
-        ({"data": {"source": "gsm8k", "path": "/nowhere"}}, "'/nowhere' is not a folder"),
+        (
+            {"data": {"source": "gsm8k", "path": "/nowhere"}},
+            "'/nowhere' is no data file",
+        ),
         ({"rl": {"reward": {"name": "nice"}}}, "reward.name='nice' is unknown"),
         ({"rl": {"algorithm": {"teacher": "nope"}}}, "rl.algorithm.teacher='nope' does not exist"),
     ],

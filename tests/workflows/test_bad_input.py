@@ -126,7 +126,7 @@ def test_a_broken_source(place: Place, train: str, words: list[str]) -> None:
 
 def test_a_missing_source(place: Place) -> None:
     outcome = place.run("--source", "gsm8k", "--path", "/nowhere", "--config", settings())
-    assert_refused(outcome, place, "data.path='/nowhere' is not a folder", "give one")
+    assert_refused(outcome, place, "data.path='/nowhere' is no data file", "give a .jsonl")
 
 
 @pytest.mark.parametrize("source", ["csv", "gsm8k"])
