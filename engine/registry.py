@@ -8,11 +8,13 @@ users' by the configuration's `plugins`, or by a name such as `package.module:at
 from __future__ import annotations
 
 import difflib
-import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -189,6 +191,28 @@ class Registry(Generic[T]):
         module = self._unread[0]
         importlib.import_module(module)  # one that fails is tried again at the next look-up
         self._unread = [name for name in self._unread if name != module]
+
+
+def import_file(file: Path, name: str, setting: str) -> ModuleType:
+    """Import a user's Python file as the module `name`, once a process.
+
+    Raises ConfigError, which begins with `setting`, where it can't be imported.
+    """
+    if (known := sys.modules.get(name)) is not None:
+        return known
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{setting} {file} is not a Python file; give one that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may fail in any way
+        del sys.modules[name]
+        raise ConfigError(
+            f"{setting} {file} can't be imported ({type(error).__name__}: {error}); correct it"
+        ) from error
+    return module
 
 
 def keyword_defaults(function: Callable[..., object]) -> dict[str, object]:

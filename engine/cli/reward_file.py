@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.util
 import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.registry import import_file
 
 
 def reward_name(path: str, function: str, keywords: Mapping[str, object] | None = None) -> str:
@@ -52,7 +51,9 @@ def load_function(path: str, name: str, keywords: Mapping[str, object]) -> Calla
             f"reward file {path} does not exist here; each machine of the cluster needs it, or a "
             "job's working directory has to hold it"
         )
-    function = getattr(_load(file.resolve()), name, None)
+    file = file.resolve()
+    module_name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    function = getattr(import_file(file, module_name, "reward file"), name, None)
     if not callable(function):
         raise ConfigError(f"reward file {path} has no function {name!r}; name one of its functions")
     parameters = inspect.signature(function).parameters
@@ -66,24 +67,6 @@ def load_function(path: str, name: str, keywords: Mapping[str, object]) -> Calla
         function = functools.update_wrapper(functools.partial(function, **keywords), function)
     takes_one_row = {"solution_str", "ground_truth"} <= parameters.keys()
     return each_row(function) if takes_one_row else function
-
-
-@functools.cache
-def _load(path: Path) -> ModuleType:
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward file {path} is not a Python file; give one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may fail in any way
-        del sys.modules[name]
-        raise ConfigError(
-            f"reward file {path} can't be loaded ({type(error).__name__}: {error}); correct it"
-        ) from error
-    return module
 
 
 def each_row(function: Callable[..., Any]) -> Callable[..., object]:

@@ -203,7 +203,7 @@ def test_a_relative_path_is_found_where_ray_puts_a_jobs_files(
     ("content", "name", "words"),
     [
         (None, "f", "does not exist here"),
-        ("import nothing_of_this_name", "f", "can't be loaded"),
+        ("import nothing_of_this_name", "f", "can't be imported"),
         ("x = 1", "f", "has no function 'f'"),
         ("f = 1", "f", "has no function 'f'"),
     ],
