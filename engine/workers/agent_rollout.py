@@ -16,8 +16,8 @@ import safetensors.torch
 import torch
 
 from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments
-from engine.agents.agent_player import AgentPlayer, Agents
-from engine.agents.call_parsers import CallParser, parsed_action, resolve_call_parser
+from engine.agents.agent_player import AgentPlayer, AgentPool
+from engine.agents.call_parsers import parsed_action, resolve_call_parser
 from engine.agents.environment_pool import EnvironmentPool
 from engine.agents.environment_protocol import make_environment
 from engine.agents.episode import (
@@ -178,14 +178,16 @@ class EpisodeGroups(Groups):
                     f"group {key} was saved with completions of one turn; resume with "
                     "rollout.multi_turn.enable=false, or begin again"
                 )
-            trees = saved.by_index() if saved is not None else {}
+            trees = {tree["index"]: tree for tree in saved.episodes} if saved is not None else {}
             columns = {name: column[0] for name, column in prompt.columns.items()}
             ids = list(columns.pop("prompt_ids"))
             episodes = [self._new(key, index, ids) for index in range(self._n)]
             self._prompts[key], self._episodes[key] = prompt, episodes
             self._left[key] = self._n
             for episode in episodes:
-                self._player.add(episode, dict(columns), trees.get(episode.index))
+                if (tree := trees.get(episode.index)) is not None:
+                    self._trees[id(episode)] = tree  # until it is saved again
+                self._player.add(episode, dict(columns), tree)
 
     def partial_groups(self, seconds: float = _REPORT_STATES_S) -> dict[int, PartialEpisodes]:
         """Copies of unfinished groups, by key; older ones where an environment is too slow."""
@@ -234,7 +236,7 @@ def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environme
     """What plays episodes: environments, or the agent that is named."""
     processes, play = agent.num_workers, agent.play
     if play.name:
-        return Agents(
+        return AgentPool(
             play.name,
             play.options,
             processes=processes,
@@ -255,15 +257,10 @@ def open_player(
     failure_reward: float | None = None,
 ) -> EpisodePlayer:
     """The player of `open_environments`' episodes; `concurrency` is what no setting says."""
-    is_agent = isinstance(environments, Agents)
-    player = AgentPlayer if is_agent else EpisodePlayer
-    return player(
-        stream,
-        environments,  # type: ignore[arg-type]
-        concurrency=agent.concurrency or concurrency,
-        call_seconds=agent.timeout_s if is_agent else agent.call_timeout_s,
-        failure_reward=failure_reward,
-    )
+    count = agent.concurrency or concurrency
+    if isinstance(environments, AgentPool):
+        return AgentPlayer(stream, environments, concurrency=count, failure_reward=failure_reward)
+    return EpisodePlayer(stream, environments, concurrency=count, failure_reward=failure_reward)
 
 
 def episode_tokenizer(
@@ -271,21 +268,32 @@ def episode_tokenizer(
     stop_ids: Sequence[int],
     environments: Environments,
     multi_turn: MultiTurnConfig,
-) -> tuple[EpisodeTokenizer, CallParser | None]:
-    """What makes episodes tokens and reads turns; the parser of calls, where there are tools."""
+) -> EpisodeTokenizer:
+    """What makes episodes tokens and reads turns, with calls where there may be tools."""
     history = multi_turn.history
-    if not environments.tools and not isinstance(environments, Agents):
-        return EpisodeTokenizer(tokenizer, stop_ids, plain_action, history), None
-
-    def parser_of(tools: Sequence[Mapping[str, object]]) -> CallParser:
-        return resolve_call_parser(multi_turn.format, tokenizer, tools)
+    if not environments.tools and not isinstance(environments, AgentPool):
+        return EpisodeTokenizer(tokenizer, stop_ids, plain_action, history)
 
     def reader_of(tools: Sequence[Mapping[str, object]]) -> ReadAction:
-        return partial(parsed_action, parser_of(tools))
+        return partial(parsed_action, resolve_call_parser(multi_turn.format, tokenizer, tools))
 
-    parser = parser_of(environments.tools)
-    read = partial(parsed_action, parser)
-    return EpisodeTokenizer(tokenizer, stop_ids, read, history, reader_of), parser
+    read = reader_of(environments.tools)
+    return EpisodeTokenizer(tokenizer, stop_ids, read, history, reader_of)
+
+
+def episode_limits(
+    multi_turn: MultiTurnConfig, agent: AgentConfig, max_response_length: int, max_model_len: int
+) -> EpisodeLimits:
+    """What an episode may use by its settings; lengths are in tokens."""
+    return EpisodeLimits(
+        max_response_length=max_response_length,
+        max_model_len=max_model_len,
+        max_turn_length=multi_turn.max_turn_length,
+        max_turns=multi_turn.max_assistant_turns,
+        seconds=agent.timeout_s,
+        turn_seconds=agent.turn_timeout_s,
+        drop=agent.on_limit == "drop",
+    )
 
 
 def length_with_tools(
@@ -327,17 +335,9 @@ class AgentRolloutWorker(RolloutWorker):
         except BaseException:
             self.environments.close()
             raise
-        self.limits = EpisodeLimits(
-            max_response_length=self.max_response_length,
-            max_model_len=self.max_model_len,
-            max_turn_length=turns.max_turn_length,
-            max_turns=turns.max_assistant_turns,
-            seconds=agent.timeout_s,
-            turn_seconds=agent.turn_timeout_s,
-            drop=agent.on_limit == "drop",
-        )
+        self.limits = episode_limits(turns, agent, self.max_response_length, self.max_model_len)
         self._saved: SavedRollout | None = None
-        self.episodes, _ = episode_tokenizer(tokenizer, self.stop, self.environments, turns)
+        self.episodes = episode_tokenizer(tokenizer, self.stop, self.environments, turns)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_episodes(self, folder: str, settings: str, before: str = "") -> None:

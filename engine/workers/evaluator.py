@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.agents.episode import Episode, EpisodeLimits, summarize
+from engine.agents.episode import Episode, summarize
 from engine.batch import Batch
 from engine.config import AgentConfig, MultiTurnConfig, ParallelConfig, RolloutConfig
 from engine.data.templates import stop_token_ids
@@ -24,6 +24,7 @@ from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights, vllm_weights
 from engine.runtime.sharded_model import init_mesh, process_device
 from engine.workers.agent_rollout import (
+    episode_limits,
     episode_tokenizer,
     length_with_tools,
     open_environments,
@@ -125,7 +126,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             self.environments.close()
             raise
         self._multi_turn, self._agent, self.max_model_len = multi_turn, agent, longest
-        self._episodes, self._parser = episode_tokenizer(
+        self._episodes = episode_tokenizer(
             self.tokenizer, self._stop, self.environments, multi_turn
         )
 
@@ -158,7 +159,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             stream.close()
         if on_progress is not None:
             on_progress(len(episodes))
-        done = [summarize(episode, self._parser) for episode in episodes]
+        done = [summarize(episode) for episode in episodes]
         return Batch(
             {"truncated": torch.tensor([episode.truncated for episode in done])},
             {"token_ids": [_sampled(episode) for episode in episodes], "episodes": done},
@@ -166,13 +167,8 @@ class EpisodeEvaluationWorker(EvaluationWorker):
 
     def _new_episodes(self, prompts: Batch, params: protocol.SamplingParams) -> Iterator[Episode]:
         """`params.n` episodes a row. Rows that pad a rank's share repeat a number."""
-        limits = EpisodeLimits(
-            max_response_length=params.max_new_tokens,
-            max_model_len=self.max_model_len,
-            max_turn_length=self._multi_turn.max_turn_length,
-            max_turns=self._multi_turn.max_assistant_turns,
-            seconds=self._agent.timeout_s,
-            turn_seconds=self._agent.turn_timeout_s,
+        limits = episode_limits(
+            self._multi_turn, self._agent, params.max_new_tokens, self.max_model_len
         )
         begun: Counter[int] = Counter()
         for row, key in enumerate(prompts["group_ids"].tolist()):
