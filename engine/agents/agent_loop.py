@@ -27,7 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from engine.agents import environment_pool
-from engine.agents.environment_protocol import Environment, EnvironmentFailure
+from engine.agents.environment_protocol import Environment, EnvironmentFailure, make_environment
 from engine.agents.episode import (
     Episode,
     EpisodeTree,
@@ -72,6 +72,18 @@ class LocalEnvironments:
         self._thread.join(environment_pool.CLOSE_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+def open_pool(
+    name: str, options: Mapping[str, object], processes: int, timeout_s: float, **limits: Any
+) -> environment_pool.EnvironmentPool | LocalEnvironments:
+    """Environments in processes, or in this one for 0; `limits` are an `EnvironmentPool`'s."""
+    if not processes:
+        make = partial(make_environment, name, options)
+        return LocalEnvironments(make, timeout_s=timeout_s)
+    return environment_pool.EnvironmentPool(
+        name, options, processes=processes, timeout_s=timeout_s, **limits
+    )
 
 
 class Environments(Protocol):

@@ -18,12 +18,12 @@ from engine.agents.agent_loop import (
     RESTARTS,
     ActiveEpisode,
     EpisodePlayer,
-    LocalEnvironments,
     SampledTurn,
+    open_pool,
 )
 from engine.agents.endpoint import EpisodeSession, PolicyRequest, RecordingEndpoint
-from engine.agents.environment_pool import EnvironmentPool, OpenEpisode
-from engine.agents.environment_protocol import EnvironmentFailure, Observation, make_environment
+from engine.agents.environment_pool import OpenEpisode
+from engine.agents.environment_protocol import EnvironmentFailure, Observation
 from engine.agents.episode import EpisodeTree
 from engine.agents.recorder import Replays
 from engine.errors import EngineError
@@ -53,22 +53,15 @@ class AgentPool:
         the others in its process. Raises ConfigError for an agent that can't be loaded.
         """
         self.processes, self.timeout_s = processes, timeout_s
-        program = agent_runner.PROGRAM, {"name": name, "options": dict(options)}
+        agent = {"name": name, "options": dict(options)}
         self._open_pool = partial(
-            EnvironmentPool,
-            *program,
-            processes=processes,
-            timeout_s=timeout_s,
-            blocking_s=blocking_s,
+            open_pool, agent_runner.PROGRAM, agent, processes, timeout_s, blocking_s=blocking_s
         )
-        make = partial(make_environment, *program)
-        self._pools: list[EnvironmentPool | LocalEnvironments] = []
-        self.endpoint = RecordingEndpoint()
+        self._pools = [self._open_pool()]
         try:
-            local = None if processes else LocalEnvironments(make, timeout_s=timeout_s)
-            self._pools.append(local or self._open_pool())
+            self.endpoint = RecordingEndpoint()
         except BaseException:
-            self.endpoint.close()
+            self._pools[0].close()
             raise
 
     def open(self) -> OpenEpisode:
@@ -98,8 +91,8 @@ class AgentPlayer(EpisodePlayer):
         self._sessions: dict[int, tuple[str, EpisodeSession]] = {}  # by id of the episode
         self._steps = 0
         # One of those in a process that ended has ended it: each plays alone, from its beginning.
-        self._suspects: deque[tuple[ActiveEpisode, Replays]] = deque()
-        self._alone: set[int] = set()  # ids of the episodes that play alone
+        self._suspects: deque[ActiveEpisode] = deque()
+        self._alone: set[ActiveEpisode] = set()
 
     def save(self, seconds: float) -> dict[int, EpisodeTree]:
         """What was recorded of the episodes that play, by id of the episode."""
@@ -125,21 +118,14 @@ class AgentPlayer(EpisodePlayer):
         super().close()
 
     def _start(self, playing: ActiveEpisode) -> None:
-        """Begin an episode; one that was interrupted begins again, with its turns as they were."""
-        replays = Replays()
-        if playing.resumed is not None:
-            replays = Replays(playing.episode.transcript, playing.resumed.tokens)
-            playing.episode.restart()
-        self._run(playing, replays)
-
-    def _run(self, playing: ActiveEpisode, replays: Replays) -> None:
-        """Let the agent begin, with a key of its own."""
-        answers = self._answers
-        session = EpisodeSession(
-            playing.episode, lambda request: answers.put((playing, request)), replays
-        )
+        """Let the agent begin, with a key of its own; an episode's earlier turns are replayed."""
+        episode, answers, saved = playing.episode, self._answers, playing.resumed
+        replays = Replays(episode.transcript, saved.tokens if saved is not None else None)
+        playing.resumed = None
+        episode.restart()
+        session = EpisodeSession(episode, lambda turn: answers.put((playing, turn)), replays)
         key = self._endpoint.open(session)
-        self._sessions[id(playing.episode)] = key, session
+        self._sessions[id(episode)] = key, session
         row = {**playing.row, agent_runner.ENDPOINT: (self._endpoint.url, key)}
         self._ask(playing, playing.environment.reset(row))
 
@@ -191,7 +177,7 @@ class AgentPlayer(EpisodePlayer):
                 self._stream.cut(turn_key)
         for turn in session.recorder.turns:
             self._stream.forget(turn.key)
-        if self._begins_again(playing, error, Replays(episode.transcript)):
+        if self._begins_again(playing, error):
             return
         episode.environment_seconds = max(
             0.0, time.monotonic() - episode.started - session.policy_seconds
@@ -199,28 +185,24 @@ class AgentPlayer(EpisodePlayer):
         session.finish(None if error is not None else answer.result(), error, self._failure_reward)
         episode.info["late_calls"], self._endpoint.late_calls = self._endpoint.late_calls, 0
 
-    def _begins_again(
-        self, playing: ActiveEpisode, error: BaseException | None, replays: Replays
-    ) -> bool:
+    def _begins_again(self, playing: ActiveEpisode, error: BaseException | None) -> bool:
         """Whether an episode was lost with its process, and begins again."""
-        number, was_alone = id(playing.episode), id(playing.episode) in self._alone
-        self._alone.discard(number)
+        was_alone = playing in self._alone
+        self._alone.discard(playing)
         if was_alone:
             playing.environment.close()
         cause = error.cause if isinstance(error, EnvironmentFailure) else None
         lost = cause == "lost" and playing.restarts < RESTARTS
         suspect = cause == "crashed" and not was_alone and self._agents.processes > 0
-        if lost or suspect:
-            playing.restarts += lost
-            playing.episode.restart()
         if lost:
-            self._run(playing, replays)
+            playing.restarts += 1
+            self._start(playing)
         elif suspect:
-            self._suspects.append((playing, replays))
+            self._suspects.append(playing)
         while self._suspects and len(self._alone) < self._agents.processes:
-            suspected, replays = self._suspects.popleft()
+            suspected = self._suspects.popleft()
             suspected.environment.close()
             suspected.environment = self._agents.open_alone()
-            self._alone.add(id(suspected.episode))
-            self._run(suspected, replays)
+            self._alone.add(suspected)
+            self._start(suspected)
         return lost or suspect

@@ -346,13 +346,10 @@ class Episode:
         limits, ids, turn = self.limits, self.transcript.ids, self.transcript.turns
         response_length = self.transcript.response_length
         length = limits.turn_length(turn + 1, len(ids), response_length)
-        if isinstance(length, str):
-            self.end = length
-        elif now - self.started > limits.seconds:
-            self.end = "seconds"
-        elif self.cut:
-            self.end = "turn_seconds"
-        if self.end is not None or isinstance(length, str):
+        late = now - self.started > limits.seconds
+        if late or self.cut or isinstance(length, str):
+            own: End = "seconds" if late else "turn_seconds"
+            self.end = length if isinstance(length, str) else own
             self.truncated, self.dropped = True, limits.drop
             return None
         after = self.latest_turn if response_length else None

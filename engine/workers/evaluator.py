@@ -19,17 +19,10 @@ from engine.models import load_model, open_model
 from engine.parallel.layout import Layout
 from engine.registry import import_plugins
 from engine.rollout import protocol
-from engine.rollout.stream import open_stream
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights, vllm_weights
 from engine.runtime.sharded_model import init_mesh, process_device
-from engine.workers.agent_rollout import (
-    episode_limits,
-    episode_tokenizer,
-    length_with_tools,
-    open_environments,
-    open_player,
-)
+from engine.workers.agent_rollout import EpisodeFactory
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
 _MAX_NUM_SEQS = 512  # completions, or turns of episodes, that are decoded at once
@@ -116,19 +109,15 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         **options: Any,
     ) -> None:
         import_plugins(plugins)
-        self.environments = open_environments(agent, plugins)
-        tools = self.environments.tools
+        factory = EpisodeFactory(model_path, max_model_len, multi_turn, agent, plugins=plugins)
+        options |= {"model_path": model_path, "max_model_len": factory.max_model_len}
         try:
-            self.tokenizer = load_tokenizer(model_path)
-            longest = length_with_tools(model_path, self.tokenizer, tools, max_model_len)
-            super().__init__(context, model_path=model_path, max_model_len=longest, **options)
+            super().__init__(context, **options)
         except BaseException:
-            self.environments.close()
+            factory.environments.close()
             raise
-        self._multi_turn, self._agent, self.max_model_len = multi_turn, agent, longest
-        self._episodes = episode_tokenizer(
-            self.tokenizer, self._stop, self.environments, multi_turn
-        )
+        self._factory = factory
+        self._episodes = factory.tokenizer(self._stop)
 
     @dispatch(Dispatch.DATA_PARALLEL, pad=True)
     def answer(
@@ -145,14 +134,8 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         columns = {name: c for name, c in prompts.columns.items() if name != "prompt_ids"}
         rows = [{name: c[row] for name, c in columns.items()} for row in range(len(prompts))]
         episodes = list(self._new_episodes(prompts, params))
-        stream = open_stream(
-            self.engine,
-            replace(params, n=1, stop_token_ids=self._stop),
-            max_num_seqs=_MAX_NUM_SEQS,
-            longest_prompt=self.max_model_len - 1,
-            keep_prefixes=True,
-        )
-        player = open_player(stream, self.environments, self._agent, _MAX_NUM_SEQS)
+        params = replace(params, stop_token_ids=self._stop)
+        stream, player = self._factory.player(self.engine, params, _MAX_NUM_SEQS)
         try:
             player.play(episodes, rows)
         finally:
@@ -167,9 +150,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
 
     def _new_episodes(self, prompts: Batch, params: protocol.SamplingParams) -> Iterator[Episode]:
         """`params.n` episodes a row. Rows that pad a rank's share repeat a number."""
-        limits = episode_limits(
-            self._multi_turn, self._agent, params.max_new_tokens, self.max_model_len
-        )
+        limits = self._factory.limits(params.max_new_tokens)
         begun: Counter[int] = Counter()
         for row, key in enumerate(prompts["group_ids"].tolist()):
             ids = list(prompts.columns["prompt_ids"][row])
@@ -178,7 +159,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
                 begun[key] += 1
 
     def close(self) -> None:
-        self.environments.close()
+        self._factory.environments.close()
         super().close()
 
 
