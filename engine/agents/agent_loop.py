@@ -107,7 +107,6 @@ log = logging.getLogger(__name__)
 
 _GATHER_S = 0.005  # that an idle stream waits for another answer to come with the one it has
 _LONGEST_GATHER_S = 0.1  # that it waits for more while they keep coming
-RESTARTS = 2  # of an episode whose process ended for another's sake
 _LATE_S = 30.0  # after its deadline, that an environment's answer or failure comes
 
 Row = Mapping[str, Any]  # of the data set
@@ -129,7 +128,7 @@ class ActiveEpisode:
     row: Row
     environment: environment_pool.OpenEpisode
     resumed: SavedTurn | None = None  # until its environment has the state that was saved
-    restarts: int = 0
+    restarts: int = 2  # left to it, where its process ends for another's sake
 
 
 Answer = tuple[ActiveEpisode, Any]  # a call's future, or what else an episode waits for
@@ -318,7 +317,7 @@ class EpisodePlayer:
                 if answer.exception() is not None:
                     log.warning("an episode restarts: %s", answer.exception())
                     episode.restart()
-                    self._ask(playing, playing.environment.reset(playing.row))
+                    self._start(playing)
                     return
             elif self._restarted(playing, answer.exception()):
                 return
@@ -337,13 +336,13 @@ class EpisodePlayer:
     def _restarted(self, playing: ActiveEpisode, error: BaseException | None) -> bool:
         """Restart an episode that was lost through no fault of its environment."""
         lost = isinstance(error, EnvironmentFailure) and error.cause == "lost"
-        if not lost or playing.restarts >= RESTARTS:
+        if not lost or not playing.restarts:
             return False
         if playing.episode.latest_turn is not None:
             self._stream.forget(playing.episode.latest_turn)
-        playing.restarts += 1
+        playing.restarts -= 1
         playing.episode.restart()
-        self._ask(playing, playing.environment.reset(playing.row))
+        self._start(playing)
         return True
 
     def _submit(self, playing: ActiveEpisode, turn: TurnRequest) -> None:

@@ -14,13 +14,7 @@ from functools import partial
 from typing import Any
 
 from engine.agents import agent_runner
-from engine.agents.agent_loop import (
-    RESTARTS,
-    ActiveEpisode,
-    EpisodePlayer,
-    SampledTurn,
-    open_pool,
-)
+from engine.agents.agent_loop import ActiveEpisode, EpisodePlayer, SampledTurn, open_pool
 from engine.agents.endpoint import EpisodeSession, PolicyRequest, RecordingEndpoint
 from engine.agents.environment_pool import OpenEpisode
 from engine.agents.environment_protocol import EnvironmentFailure, Observation
@@ -42,7 +36,6 @@ class AgentPool:
         self,
         name: str,
         options: Mapping[str, object],
-        *,
         processes: int,
         timeout_s: float,
         blocking_s: float,
@@ -192,10 +185,10 @@ class AgentPlayer(EpisodePlayer):
         if was_alone:
             playing.environment.close()
         cause = error.cause if isinstance(error, EnvironmentFailure) else None
-        lost = cause == "lost" and playing.restarts < RESTARTS
+        lost = cause == "lost" and playing.restarts > 0
         suspect = cause == "crashed" and not was_alone and self._agents.processes > 0
         if lost:
-            playing.restarts += 1
+            playing.restarts -= 1
             self._start(playing)
         elif suspect:
             self._suspects.append(playing)

@@ -159,7 +159,6 @@ class EpisodeGroups(Groups):
         super().__init__(stream, n, pad_token_id)
         self._player, self._new, self._branches = player, new_episode, branches
         self._episodes: dict[int, list[Episode]] = {}  # by key, then index
-        self._left: dict[int, int] = {}  # episodes that have not ended
         self._retained: dict[int, list[Episode]] | None = {} if retain else None
         self._trees: dict[int, EpisodeTree] = {}  # by id of the episode: the latest of those saved
 
@@ -181,7 +180,6 @@ class EpisodeGroups(Groups):
             ids = list(columns.pop("prompt_ids"))
             episodes = [self._new(key, index, ids) for index in range(self._n)]
             self._prompts[key], self._episodes[key] = prompt, episodes
-            self._left[key] = self._n
             for episode in episodes:
                 if (tree := trees.get(episode.index)) is not None:
                     self._trees[id(episode)] = tree  # until it is saved again
@@ -201,8 +199,8 @@ class EpisodeGroups(Groups):
     def step(self) -> list[Batch]:
         groups = []
         for episode in self._player.step(_WAIT_S):
-            self._left[episode.key] -= 1
-            if not self._left[episode.key]:
+            episodes = self._episodes.get(episode.key, ())  # none where another ended with it
+            if episodes and all(e.end is not None for e in episodes):
                 groups.append(self._batch(episode.key))
         return groups
 
@@ -211,7 +209,6 @@ class EpisodeGroups(Groups):
         super().close()
 
     def _batch(self, key: int) -> Batch:
-        del self._left[key]
         episodes = self._episodes.pop(key)
         if self._retained is not None:
             self._retained[key] = episodes
@@ -233,15 +230,9 @@ _STATES_S = 0.2  # of a rollout, for environments to give their states
 def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environments:
     """What plays episodes: environments, or the agent that is named."""
     processes, play, environment = agent.num_workers, agent.play, agent.environment
-    if play.name:
-        return AgentPool(
-            play.name,
-            play.options,
-            processes=processes,
-            timeout_s=agent.timeout_s,
-            blocking_s=agent.call_timeout_s,
-        )
     limit = agent.call_timeout_s
+    if play.name:
+        return AgentPool(play.name, play.options, processes, agent.timeout_s, blocking_s=limit)
     return open_pool(environment.name, environment.options, processes, limit, plugins=plugins)
 
 
