@@ -266,7 +266,7 @@ class EpisodeFactory:
         limit = max_model_len + shown if context is None else int(context)
         self.max_model_len = max(max_model_len, min(max_model_len + shown, limit))
 
-    def tokenizer(self, stop_ids: Sequence[int]) -> EpisodeTokenizer:
+    def episode_tokenizer(self, stop_ids: Sequence[int]) -> EpisodeTokenizer:
         """What makes episodes tokens and reads turns, with calls where there may be tools."""
         history, tools = self._multi_turn.history, self.environments.tools
         if not tools and not self._agent.play.name:
@@ -347,7 +347,7 @@ class AgentRolloutWorker(RolloutWorker):
             raise
         self.limits = self._factory.limits(self.max_response_length)
         self._saved: SavedRollout | None = None
-        self.episodes = self._factory.tokenizer(self.stop)
+        self.episodes = self._factory.episode_tokenizer(self.stop)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_episodes(self, folder: str, settings: str, before: str = "") -> None:

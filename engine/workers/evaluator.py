@@ -117,7 +117,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
             factory.environments.close()
             raise
         self._factory = factory
-        self._episodes = factory.tokenizer(self._stop)
+        self._episodes = factory.episode_tokenizer(self._stop)
 
     @dispatch(Dispatch.DATA_PARALLEL, pad=True)
     def answer(

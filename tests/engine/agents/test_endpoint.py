@@ -21,11 +21,19 @@ from engine.agents.agent_player import AgentPlayer, AgentPool
 from engine.agents.agent_runner import ENDPOINT
 from engine.agents.endpoint import EpisodeSession, PolicyRequest, RecordingEndpoint
 from engine.agents.environment_protocol import Observation
-from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
+from engine.agents.episode import (
+    Episode,
+    EpisodeLimits,
+    EpisodeTokenizer,
+    EpisodeTree,
+    plain_action,
+)
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import EngineError, RolloutError
-from engine.rollout.stream import PartialCompletion
+from engine.rollout.protocol import Completion
+from engine.rollout.stream import PartialCompletion, StreamedCompletion
 
+ASK_7 = {"role": "user", "content": "3+4="}
 ASK = {"messages": [{"role": "user", "content": "2+3="}], "max_tokens": 4}
 
 
@@ -150,6 +158,70 @@ def test_turns_that_nobody_waits_for_are_cut(served: Served) -> None:
     assert episode.info["abandoned_calls"] == 2
     assert len(set(stream.open)) == 2
     assert set(stream.cuts) == set(stream.open)
+
+
+class Digits(NeverEnding):
+    """A stream that ends each turn at once, with the digit 7."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        self.token, self.waiting = token, list[Any]()
+
+    def submit(self, key: Any, prompt_ids: list[int], resume: Any, **options: Any) -> None:
+        self.open.append(key)
+        self.waiting.append(key)
+
+    def step(self) -> list[Any]:
+        done = Completion(0, [self.token], [-0.5], "length", 3)
+        ended, self.waiting = self.waiting, []
+        return [StreamedCompletion(key, 0, done) for key in ended]
+
+    def partials(self) -> list[Any]:
+        return []
+
+    def forget(self, key: Any) -> None:
+        pass
+
+
+def test_an_interrupted_episode_asks_again_and_samples_what_is_new(
+    served: Served, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    [token] = tokenizer.encode("7", add_special_tokens=False)
+    name, row = f"{Path(__file__).with_name('agents_of_users.py')}:slowly", {"prompt": [ASK_7]}
+    saved: dict[int, EpisodeTree] = {}
+
+    def begin(tree: EpisodeTree | None = None) -> tuple[Any, Digits, Episode]:
+        stream: Any = Digits(token)
+        agents = AgentPool(name, {"delay": 0.3}, 0, 20.0, 20.0)
+        limits = EpisodeLimits(400, 600)
+        episode = Episode(0, 0, 0, served.session.episode.tokenizer, limits, [1])
+        player = AgentPlayer(stream, agents, concurrency=1)
+        player.add(episode, row, tree)
+        return player, stream, episode
+
+    def end(player: Any) -> None:
+        player.close()
+        player._agents.close()
+
+    def has_two_turns() -> bool:
+        player.step(0.02)
+        saved.update(player.save(1.0))
+        return any(len(tree["sequences"][0]["turns"]) == 2 for tree in saved.values())
+
+    player, stream, _ = begin()
+    wait_until(has_two_turns)
+    end(player)
+    assert len(stream.open) == 2
+    player, stream, episode = begin(*saved.values())
+    while player.busy:
+        player.step(0.02)
+    end(player)
+    assert len(stream.open) == 1
+    assert (episode.end, episode.error) == ("done", "")
+    assert episode.transcript is not None
+    [sequence] = episode.transcript.sequences
+    assert [sequence.token_ids[start] for start, _ in sequence.turns] == [token] * 3
+    assert len(episode.actions) == 3
 
 
 def test_a_program_ends_with_its_rollout() -> None:
