@@ -8,6 +8,7 @@ the oldest one that has not sent a whole request makes room.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ import uvicorn
 from pydantic import Field
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -172,6 +174,12 @@ async def read_body(request: Request, limits: HttpLimits) -> bytearray:
         message = f"the request did not come within {limits.body_timeout:g} s"
         raise RequestError(message, 408) from None
     return data
+
+
+def json_response(values: object, status: int = 200) -> Response:
+    """An answer of JSON in ASCII, as a text may have surrogates, which UTF-8 has not."""
+    headers = {"retry-after": "1"} if status == 503 else None
+    return Response(json.dumps(values), status, headers, media_type="application/json")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
