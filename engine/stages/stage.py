@@ -370,11 +370,13 @@ def record_failure(
     cached results stay, so that the next run resumes.
 
     An `execution` on a cluster is recorded even where it failed before its run was opened; without
-    one there is something to record only for a `run`. A failure to record is printed, not raised:
-    that would hide the cause.
+    one there is something to record only for a `run`, and for a dry run never. A failure to record
+    is printed, not raised: that would hide the cause.
     """
     from engine.tracking import Tracker
 
+    if is_dry_run():
+        return
     try:
         tracker = Tracker(experiment=config.tracking.experiment)
         if execution:
