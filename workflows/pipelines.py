@@ -138,13 +138,9 @@ def preference(front: Any, p: Any) -> Path:
     """
     dataset, warm_start = warm_start_of(front, p)
     audit = audit_of(front, p, dataset)
+    settings = {"pairs_settings": p.pairs, "settings": p.preference}
     policy = front.learn_in_rounds(
-        profile=p.profile,
-        run=p.run,
-        pairs_settings=p.pairs,
-        settings=p.preference,
-        dataset=dataset,
-        start=warm_start,
+        profile=p.profile, run=p.run, **settings, dataset=dataset, start=warm_start
     )
     return evaluate_and_promote(front, p, dataset, warm_start, policy, audit)
 
@@ -179,14 +175,8 @@ def classic_rlhf(front: Any, p: Any) -> Path:
     dataset, warm_start = warm_start_of(front, p)
     audit = audit_of(front, p, dataset)
     scorer, registered = reward_model_of(front, p, dataset, warm_start)
-    policy = front.rl(
-        p.profile,
-        run=p.run,
-        settings=p.rl,
-        dataset=dataset,
-        warm_start=warm_start,
-        reward_model=scorer,
-    )
+    start = {"dataset": dataset, "warm_start": warm_start, "reward_model": scorer}
+    policy = front.rl(p.profile, run=p.run, settings=p.rl, **start)
     front.in_order(registered, policy)  # a registry that can't be written to is found before RL
     front.in_order(audit, policy)
     return evaluate_and_promote(front, p, dataset, warm_start, policy, audit)
@@ -282,31 +272,17 @@ def evaluate_and_promote(
     """Evaluate, promote and report a policy."""
     evaluation = evaluation_of(front, p, dataset, warm_start, policy, audit)
     promotion = front.gate(p, dataset, policy, evaluation)
-    return front.report(
-        run=p.run,
-        config_digest=p.config_digest,
-        dataset=dataset,
-        warm_start=warm_start,
-        policy=policy,
-        evaluation=evaluation,
-        promotion=promotion,
-    )
+    made = {"dataset": dataset, "warm_start": warm_start, "policy": policy}
+    made |= {"evaluation": evaluation, "promotion": promotion}
+    return front.report(run=p.run, config_digest=p.config_digest, **made)
 
 
 def evaluation_of(
     front: Any, p: Any, dataset: Any, warm_start: Any, policy: Any, audit: Any
 ) -> Any:
     """Compare a policy with what it started from."""
-    compared = front.evaluate(
-        p.profile,
-        run=p.run,
-        settings=p.evaluation,
-        dataset=dataset,
-        warm_start=warm_start,
-        policy=policy,
-        audit=audit,
-    )
-    return first(compared)
+    made = {"dataset": dataset, "warm_start": warm_start, "policy": policy, "audit": audit}
+    return first(front.evaluate(p.profile, run=p.run, settings=p.evaluation, **made))
 
 
 def first(made: Any) -> Any:

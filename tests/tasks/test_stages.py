@@ -127,8 +127,10 @@ def test_a_wrong_name_is_known_before_torch_is_loaded(
         monkeypatch.setitem(sys.modules, module, None)  # an ImportError where it is reached
     config = RLHFConfig.model_validate(change)
     body: Any = plan.task_function
+    given: dict[str, Any] = dict.fromkeys(("source", "path", "model", "preferences"), "")
+    given |= {"seed": -1, "profile": "laptop", "workflow": "rlhf"}
     with pytest.raises(StageError, match=said):
-        body(config, "", "", "", -1, "laptop")
+        body(config=config, **given)
 
 
 def test_a_logger_without_its_package_is_known_before_torch_is_loaded(

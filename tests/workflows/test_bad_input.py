@@ -176,18 +176,9 @@ NOWHERE = ("--dataset", "/nowhere", "--policy", "/nowhere", "--evaluation", "/no
             ["candidate='", "has no weights", "save_pretrained"],
         ),
         ("preference", "make_pairs", ["--policy", "/nowhere"], ["policy='/nowhere' does not"]),
-        ("preference", "preference", ["--preferences", "/nowhere"], ["pairs.path='/nowhere' does"]),
-        (
-            "preference",
-            "reward_model",
-            ["--preferences", "/nowhere"],
-            ["pairs.path='/nowhere' does"],
-        ),
-        (
-            "preference",
-            "classic_rlhf",
-            ["--preferences", "/nowhere"],
-            ["pairs.path='/nowhere' does"],
+        *(
+            ("preference", name, ["--preferences", "/nowhere"], ["pairs.path='/nowhere' does not"])
+            for name in ("preference", "reward_model", "classic_rlhf")
         ),
         ("agents", "", ["--config", settings()], ["plays episodes", "rlhf.py"]),
         ("retraining", "", ["--kickoff", "2999-01-01"], ["is still to come", "in UTC"]),

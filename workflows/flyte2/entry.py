@@ -30,6 +30,7 @@ APPROVAL_TIMEOUT = timedelta(days=7)
 APPROVED_BY = "Flyte approval"
 MAX_ACTIONS = 8  # of one run at once, as `workflows.launching.MAX_PARALLELISM`
 TYPES = {Path: File, Artifact: Dir}
+PLANS: dict[str, Any] = {"plan": Plan, "trigger_retraining": RetrainingPlan}
 
 
 class Front:
@@ -47,13 +48,7 @@ class Front:
         if host.is_gone(made):
             say(f"{stage}: its result was deleted from the disk and is made again")
             made = task.override(cache=host.cache(task.cache.salt, overwrite=True))(**inputs)
-        return made
-
-    def plan(self, **inputs: Any) -> Plan:
-        return Plan(*self.call("plan", **inputs))
-
-    def trigger_retraining(self, **inputs: Any) -> RetrainingPlan:
-        return RetrainingPlan(*self.call("trigger_retraining", **inputs))
+        return PLANS[stage](*made) if stage in PLANS else made
 
     def evaluate(self, profile: Profile, **inputs: Any) -> Dir:
         """Compare two models; with `evaluate.map_parts` answered by so many tasks at once."""
