@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flytekit import StructuredDataset, dynamic, map_task, task
 from flytekit.types.directory import FlyteDirectory
@@ -28,9 +28,6 @@ from tasks.failure import current_run
 from tasks.flytekit_setup import evict_missing
 from tasks.inputs import RLHFConfig
 from tasks.variants import MadeInside, on_profiles, stages_of
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 TYPES = {"Artifact": FlyteDirectory, "Path": FlyteFile, "PipelineConfig": RLHFConfig}
 CALLS: Mapping[Any, Callable[..., Any]] = {FlyteDirectory: host.directory, FlyteFile: host.file}
@@ -150,7 +147,7 @@ class Evaluation(NamedTuple):
     rows_rl: host.EvaluationRows
 
 
-def table_of(body: Callable[..., pd.DataFrame], **inputs: Any) -> StructuredDataset:
+def table_of(body: Callable[..., Any], **inputs: Any) -> StructuredDataset:
     """Call a stage's body that makes a table of no artifact."""
     return host.as_table(host.TableFile.write(host.run_body(body, **inputs)))
 

@@ -113,10 +113,7 @@ def task_on(stages: Any, stage: str, profile: Profile = LAPTOP, *, cluster: bool
 
 def ray_cluster(profile: Profile) -> Any:
     """Return the Ray cluster of one run on these machines."""
-    import flyteplugins.ray
+    from flyteplugins import ray
 
-    def pod(container: str, spec: Callable[[], Any]) -> flyte.PodTemplate:
-        return flyte.PodTemplate(spec(), container)
-
-    plugin = flyteplugins.ray
-    return plugin.RayJobConfig(**pods.ray_job(plugin, pod, profile))
+    options = pods.ray_job(ray, lambda name, spec: flyte.PodTemplate(spec(), name), profile)
+    return ray.RayJobConfig(**options)
