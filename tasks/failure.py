@@ -33,24 +33,14 @@ current_run: list[RunContext] = []
 
 
 def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) -> None:
-    """Write the cause to the MLflow run, end it and its stages as FAILED, and clean up.
-
-    On a cluster a run that failed before it was opened is recorded as well; locally it has nothing
-    to record. A failure to record is printed, not raised: that would hide the cause.
-    """
+    """Write the cause to the MLflow run, end it and its stages as FAILED, and clean up."""
     execution = os.environ.get(EXECUTION_VARIABLE, "")
     run = current_run[0] if current_run and not execution else None
     with hosted(FlyteHost()):
         if execution:
             load_secrets()
-        stage.record_failure(
-            workflow,
-            config,
-            error.message if error else "",
-            node=error.failed_node_id if error else "",
-            execution=execution,
-            run=run,
-        )
+        cause, node = (error.message, error.failed_node_id) if error else ("", "")
+        stage.record_failure(workflow, config, cause, node=node, execution=execution, run=run)
 
 
 def _handler(workflow: str, **inputs: type) -> Any:

@@ -67,11 +67,7 @@ IMAGE = flytekit_setup.image()
 
 
 class SourcesPolicy(CachePolicy):
-    """Cache version: the sources of `engine/` and `tasks/`, the image and the libraries in it.
-
-    `workflows.register` names the image by digest. Elsewhere the image is not known yet, and the
-    versions of the libraries stand for it.
-    """
+    """Cache version: the sources of `engine/` and `tasks/`, the image and the libraries in it."""
 
     def get_version(self, salt: str, params: VersionParameters) -> str:
         image = f"{params.container_image or ''}\0{library_versions()}"
@@ -203,9 +199,8 @@ PUBLISH_SECONDS = 60.0  # between two uploads; a Deck has a few megabytes
 class LiveDeck(Deck):
     """A tab whose page is replaced while the task runs; made in the task's own thread.
 
-    Flyte's console reads the file again when it is opened. flytekit 1.16 keeps its context by
-    thread and leaves each published copy in the task's local sandbox; here it is published from a
-    thread of the engine's, through a sandbox that is removed.
+    flytekit 1.16 keeps its context by thread and leaves each published copy in the task's sandbox;
+    here it is published from a thread of the engine's, through a sandbox that is removed.
     """
 
     def __init__(self, name: str) -> None:

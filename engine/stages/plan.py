@@ -93,7 +93,7 @@ def plan(
         source = f"{pairs_digest[:12]} in {config.pairs.path}" if pairs_digest else "of rollouts"
         facts["preferences"] = source
     run = open_run(config, data_digest, workflow)
-    more = "".join(f", {name} {text}" for name, text in facts.items())
+    more = f", preferences {source}" if by_preferences else ""
     say(f"run {run.run_id}: config {digest(config)[:12]}, data {data_digest[:12]}{more}")
     if 0 < config.data.test_size < (fewest := config.promote.minimum_problems):
         say(
@@ -153,11 +153,10 @@ def reward_audit_settings(config: PipelineConfig) -> settings.RewardAuditSetting
     rewards, code = {"evaluation": evaluate.scorer}, {"evaluation": evaluate.named_content}
     if rl.reward != evaluate.scorer:
         rewards["rl"], code["rl"] = rl.reward, _code_digest(_reward_names(rl.reward), *rl.plugins)
+    plugins = tuple(dict.fromkeys((*rl.plugins, *evaluate.plugins)))
+    required = config.promote.require_reward_audit
     return settings.RewardAuditSettings(
-        rewards=rewards,
-        plugins=tuple(dict.fromkeys((*rl.plugins, *evaluate.plugins))),
-        code=code,
-        required=config.promote.require_reward_audit,
+        rewards=rewards, plugins=plugins, code=code, required=required
     )
 
 
@@ -170,14 +169,9 @@ def audit_profile(config: PipelineConfig, machines: Profile) -> Profile:
 
 def promotion_settings(config: PipelineConfig) -> settings.PromotionSettings:
     """Return the settings of `promote`."""
-    evaluate, promote = config.evaluate, config.promote
-    return settings.PromotionSettings(
-        data=config.data,
-        evaluate=evaluate,
-        config=promote,
-        lineage=config.lineage,
-        seed=config.seed,
-    )
+    sections: dict[str, Any] = {"data": config.data, "evaluate": config.evaluate}
+    sections |= {"config": config.promote, "lineage": config.lineage}
+    return settings.PromotionSettings(**sections, seed=config.seed)
 
 
 def plan_promotion(
@@ -325,12 +319,10 @@ def check_inputs(config: PipelineConfig) -> tuple[str, int]:
 
 def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> settings.RunContext:
     """Start the parent run in MLflow; a dry run has none."""
-    tracking = config.tracking
+    values: dict[str, Any] = {"experiment": config.tracking.experiment}
+    values |= {"logger": config.tracking.logger, "started_at": time.time()}
     if host().dry_run:
-        nothing = {"mlflow_run": "", "mlflow_url": "", "started_at": time.time()}
-        return settings.RunContext(
-            run_id="dry-run", experiment=tracking.experiment, logger=tracking.logger, **nothing
-        )
+        return settings.RunContext(run_id="dry-run", mlflow_run="", **values)
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     execution = host().execution or run_id
     tracker = Tracker(experiment=config.tracking.experiment)
@@ -346,14 +338,8 @@ def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> setting
         },
         key=execution,
     )
-    return settings.RunContext(
-        run_id=run_id,
-        mlflow_run=parent,
-        experiment=config.tracking.experiment,
-        started_at=time.time(),
-        mlflow_url=tracker.run_url(parent),
-        logger=config.tracking.logger,
-    )
+    url = tracker.run_url(parent)
+    return settings.RunContext(run_id=run_id, mlflow_run=parent, mlflow_url=url, **values)
 
 
 def preferences_digest(pairs: PairsConfig) -> str:
@@ -454,7 +440,7 @@ def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig
     files = agent_files(play.name) if play.name else []
     if not files:
         named.append(play.name)
-    contents = [digests.hash_file(name) for name in (*named, *files) if _is_file(name)]
+    contents = [digests.hash_file(name) for name in (*named, *files) if os.path.isfile(name)]
     content = _joined(_code_digest(named), *contents)
     return changed(agent, "named_content", content)
 
@@ -466,13 +452,6 @@ def _texts(value: object) -> Iterator[str]:
     elif isinstance(value, Mapping | Sequence):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(part)
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):  # no name of a file: too long, or with a null character
-        return False
 
 
 def _reward_names(reward: RewardConfig) -> list[str]:

@@ -288,23 +288,24 @@ def open_trainer(
 
 
 def learn_in_rounds(
-    front: Any,
     profile: Profile,
     run: RunContext,
     pairs_settings: PairsSettings,
     settings: PreferenceSettings,
-    dataset: Any,
-    start: Any,
-) -> Any:
+    dataset: Artifact,
+    start: Artifact,
+    *,
+    front: Any,
+) -> Artifact:
     """Make preferences, their reference and an update by a front's tasks, `pairs.rounds` times.
 
     One round is the offline pipeline; in several the policy of the round before makes the pairs and
-    is the reference. Returns the task's output of the last policy.
+    is the reference. Artifacts are as the front's tasks take and give them.
     """
     # A round's pairs don't depend on how many others there are.
     config = pairs_settings.config.model_copy(update={"rounds": 1})
     reference = settings.model_copy(update={"config": reference_settings(settings.config)})
-    policy = start
+    policy: Any = start
     for number in range(pairs_settings.config.rounds):
         seed = {"seed": settings.seed + number}
         sampled = pairs_settings.model_copy(update={"config": config, **seed})

@@ -264,15 +264,20 @@ def decide(
     return this.publish({"promoted": float(decision.promote)})
 
 
-def read_decision(promotion: Artifact) -> dict[str, Any]:
-    """Return `decision.json` of an artifact `promotion`."""
-    decision: dict[str, Any] = json.loads((promotion.local() / "decision.json").read_text())
+def read_decision(folder: Path) -> dict[str, Any]:
+    """Return `decision.json` of a promotion's folder."""
+    decision: dict[str, Any] = json.loads((folder / "decision.json").read_text())
     return decision
+
+
+def waits_for_approval(promotion: Artifact) -> bool:
+    """Return whether a promotion lacks only approval."""
+    return bool(read_decision(promotion.local())["waits_for_approval"])
 
 
 def approval_request(promotion: Artifact) -> str:
     """Say what a person is asked to approve."""
-    decision = read_decision(promotion)
+    decision = read_decision(promotion.local())
     rules = "; ".join(outcome["sentence"] for outcome in decision["outcomes"])
     return (
         f"make {decision['model_name']} version {decision['model_version']} the "
@@ -294,11 +299,9 @@ def rollback(
     """Move the alias back to the previous champion, or to the version `to`.
 
     Artifact `rollback`: `rollback.json`, the move with its reason; its parents are the restored
-    model and the replaced one. `python -m engine.promotion rollback` does the same.
-
-    It needs `expected` (empty: any) to be the champion. `forced` takes a `to` that never was one.
-    `approved_by` agrees, where the version has no approval that it needs. A second call with the
-    same `request` (empty: the execution) changes nothing.
+    model and the replaced one. It needs `expected` (empty: any) to be the champion. `forced` takes
+    a `to` that never was one. `approved_by` agrees, where the version has no approval that it
+    needs. A second call with the same `request` (empty: the execution) changes nothing.
     """
     execution = host().execution
     request = request or execution or f"local-{uuid.uuid4().hex[:12]}"

@@ -65,12 +65,9 @@ class CheckpointPaths:
     previous: str | None = None
 
 
-DRY_RUN = "HYBRIDFLYTE_DRY_RUN"
-
-
 def is_dry_run() -> bool:
     """Tell whether workflows are planned alone, by the variable HYBRIDFLYTE_DRY_RUN."""
-    return os.environ.get(DRY_RUN, "") not in ("", "0")
+    return os.environ.get("HYBRIDFLYTE_DRY_RUN", "") not in ("", "0")
 
 
 class Host:
@@ -340,8 +337,7 @@ def ray_for(on_ray: bool) -> contextlib.AbstractContextManager[None]:
     return ray_session("ray", LOCAL_OBJECT_STORE_BYTES)
 
 
-CAUSE_TAG = "hybridflyte.error"
-NODE_TAG = "hybridflyte.failed_node"
+CAUSE_TAG, NODE_TAG = "hybridflyte.error", "hybridflyte.failed_node"
 
 
 def record_failure(
@@ -355,10 +351,6 @@ def record_failure(
     status: str = "FAILED",
 ) -> None:
     """Write the cause to the MLflow run, end it and its open stages, and clean up.
-
-    A stage that raises records that itself. This covers what a stage can't report: a pod killed for
-    memory, a deadline, an image that can't be pulled, a command that a person ends. Checkpoints and
-    cached results stay, so that the next run resumes.
 
     An `execution` on a cluster is recorded even where it failed before its run was opened; without
     one there is something to record only for a `run`, and for a dry run never. A failure to record
