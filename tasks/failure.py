@@ -1,10 +1,8 @@
 """Failure handlers: record the cause in MLflow and end the runs that are still open.
 
 A stage that raises records that itself. The handlers also cover what a stage can't report: a pod
-killed for memory, a deadline, an image that can't be pulled. Checkpoints and cached results stay,
-so that the next run resumes; Ray clusters end by themselves (`tasks.variants`).
-
-Flyte requires a handler to have the inputs of its workflow, hence one per workflow.
+killed for memory, a deadline, an image that can't be pulled. Flyte requires a handler to have the
+inputs of its workflow, hence one per workflow.
 """
 
 from __future__ import annotations

@@ -145,12 +145,6 @@ class FlyteHost(Host):
         checkpoint: Any = current_context().checkpoint
         return CheckpointPaths(str(checkpoint._checkpoint_dest), checkpoint._checkpoint_src)
 
-    def has_passed(self, check: str) -> bool:
-        return f"checks.{check}" in flytekit_setup.open_cache()
-
-    def remember_passed(self, check: str) -> None:
-        flytekit_setup.open_cache().set(f"checks.{check}", True)
-
 
 @contextlib.contextmanager
 def flyte_host() -> Iterator[None]:
@@ -285,11 +279,6 @@ def tables(artifact: Artifact, *names: str) -> list[StructuredDataset]:
     folder, uri = artifact.local(), artifact.uri
     files = (f"{name}.parquet" for name in names)
     return [as_table(TableFile(folder / f, f"{uri}/{f}" if "://" in uri else "")) for f in files]
-
-
-def open_table(table: StructuredDataset) -> TableFile:
-    """Return the file of a task's input, fetched where it is not on this machine."""
-    return table.open(TableFile).all()
 
 
 class _Encoder(StructuredDatasetEncoder):

@@ -158,7 +158,7 @@ def evaluation_of(
     from engine.data.contract import EVALUATION_ROWS
 
     tables = (
-        host.open_table(table).read(EVALUATION_ROWS, f"part {number} of the evaluation")
+        table.open(host.TableFile).all().read(EVALUATION_ROWS, f"part {number} of the evaluation")
         for number, table in enumerate(parts or (), 1)
     )
     made = host.run_body(body, parts=tables if parts else None, **inputs)

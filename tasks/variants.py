@@ -1,9 +1,8 @@
 """A stage on the machines of a profile: its pods, its Ray cluster, and its two Flyte tasks.
 
 Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input can
-be. The template of a dynamic workflow's node, however, is written while the execution runs. So
-`tasks.stages.sft` is a dynamic task, a small pod that reads the profile and writes the node of
-`tasks.stages.sft_stage`, the stage itself, with pods, image and Ray cluster of these sizes. Only
+be. So `tasks.stages.sft` is a dynamic task, a small pod that reads the profile and writes the node
+of `tasks.stages.sft_stage`, the stage itself, with pods, image and Ray cluster of these sizes. Only
 the stage is cached, by profile: other hardware, in another layout, gives other results.
 """
 

@@ -125,13 +125,9 @@ def evaluation_metrics(sets: Sequence[summary.EvaluatedSet]) -> dict[str, float]
     """Return rates and gains of the split `test`, of episodes, and of further evaluation sets."""
     comparison = sets[0].comparison
     gain = comparison.gain
-    metrics = {
-        "pass_at_1_warm_start": comparison.before.pass_at_1.mean,
-        "pass_at_1_rl": comparison.after.pass_at_1.mean,
-        "gain": gain.mean,
-        "gain_low": gain.low,
-        "gain_high": gain.high,
-    }
+    metrics = dict(zip(("gain", "gain_low", "gain_high"), gain, strict=True))
+    metrics["pass_at_1_warm_start"] = comparison.before.pass_at_1.mean
+    metrics["pass_at_1_rl"] = comparison.after.pass_at_1.mean
     for episode in comparison.episodes:
         name = episode.name.replace(", ", "/").replace(" ", "_")
         metrics[f"episodes/{name}_rl"] = episode.after.mean
@@ -194,14 +190,13 @@ def harness_metrics(
 ) -> dict[str, float]:
     """Run the lm-evaluation-harness on each model, if configured; return its scores as metrics."""
     scores: dict[str, list[lm_eval.HarnessScore]] = {}
-    if not config.lm_eval.tasks:
-        return {}
-    for name, model in models.items():
+    for name, model in models.items() if config.lm_eval.tasks else ():
         with tempfile.TemporaryDirectory(prefix="hybridflyte-lm-eval-") as scratch:
             scores[name] = lm_eval.run_lm_eval(model, config.lm_eval, seed, Path(scratch))
         line = ", ".join(f"{s.task} {s.metric} {s.value:.4g}" for s in scores[name])
         say(f"evaluation: lm-evaluation-harness on {name}: {line}")
-    (folder / lm_eval.FILE).write_text(lm_eval.to_json(scores, config.confidence))
+    if scores:
+        (folder / lm_eval.FILE).write_text(lm_eval.to_json(scores, config.confidence))
     return {
         score.key if name == "rl" else f"{score.key}_{name}": score.value
         for name, model_scores in scores.items()

@@ -7,12 +7,13 @@ a digest. What modules import from elsewhere is not in it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from engine.config import (
     explain,
 )
 from engine.console import say
+from engine.data.cells import texts_of
 from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
@@ -43,7 +45,7 @@ from engine.stages.profiles import Profile, changed
 from engine.stages.stage import Artifact, execution_tags, host, library_versions, show_run
 from engine.storage import digests, signatures
 from engine.storage.digests import PACKAGES, sources_digest
-from engine.storage.filesystem import as_path, is_remote, pin_revision, require_model_name
+from engine.storage.filesystem import as_path, home, is_remote, pin_revision, require_model_name
 from engine.tracking import Tracker
 
 BY_RL = ("rlhf", "agents", "classic_rlhf")  # workflows with a warm start and RL
@@ -242,7 +244,8 @@ def check_settings(config: PipelineConfig) -> None:
     require_packages(config.tracking.logger, "tracking.logger")
     require_lm_eval(config.evaluate.lm_eval)
     key = checks_key(config)
-    if key and host().has_passed(key):
+    passed = home() / "checks" / key
+    if key and passed.exists():
         return
     from engine.evaluation.decode import check_evaluation_layout
     from engine.rollout.protocol import check_engine
@@ -257,7 +260,8 @@ def check_settings(config: PipelineConfig) -> None:
     check_engine(config.evaluate.engine)
     check_evaluation_layout(config.evaluate)
     if key:
-        host().remember_passed(key)
+        with contextlib.suppress(OSError):  # then it is checked again
+            passed.mkdir(parents=True, exist_ok=True)
 
 
 def checks_key(config: PipelineConfig) -> str:
@@ -390,18 +394,17 @@ def pin_named_content(config: C) -> C:
     for setting in ("algorithm.teacher", "critic.model_path"):
         rl = changed(rl, setting, pin_revision(attrgetter(setting)(rl), f"rl.{setting}"))
     several = "algorithm.distillation.teachers"
-    teachers = tuple(
-        changed(teacher, "model", pin_revision(teacher.model, f"rl.{several}[{i}].model"))
-        for i, teacher in enumerate(rl.algorithm.distillation.teachers)
-    )
-    rl = changed(rl, several, teachers)
+    teachers = list(rl.algorithm.distillation.teachers)
+    for i, teacher in enumerate(teachers):
+        commit = pin_revision(teacher.model, f"rl.{several}[{i}].model")
+        teachers[i] = changed(teacher, "model", commit)
+    rl = changed(rl, several, tuple(teachers))
     rl = changed(rl, "named_content", named_content(rl))
     if rl.rollout.multi_turn.enable:
         agent = pinned_agent(rl.rollout.agent, rl.rollout.multi_turn)
         rl = changed(rl, "rollout.agent", agent)
-    pairs = _with_reward_code(config.ranking())
-    evaluate = pinned_evaluation(config)
-    return config.model_copy(update={"rl": rl, "pairs": pairs, "evaluate": evaluate})
+    pinned = {"pairs": _with_reward_code(config.ranking()), "evaluate": pinned_evaluation(config)}
+    return config.model_copy(update={"rl": rl, **pinned})
 
 
 def pin_model_commit(config: C) -> C:
@@ -435,23 +438,12 @@ def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig
     from engine.agents.agent_runner import agent_files
 
     environment, play = agent.environment, agent.play
-    named = [environment.name, multi_turn.format, *_texts(environment.options)]
-    named += _texts(play.options)
+    named = [environment.name, multi_turn.format, *texts_of([environment.options, play.options])]
     files = agent_files(play.name) if play.name else []
-    if not files:
-        named.append(play.name)
+    named += [] if files else [play.name]
     contents = [digests.hash_file(name) for name in (*named, *files) if os.path.isfile(name)]
     content = _joined(_code_digest(named), *contents)
     return changed(agent, "named_content", content)
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Yield all texts in an option's value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | Sequence):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(part)
 
 
 def _reward_names(reward: RewardConfig) -> list[str]:

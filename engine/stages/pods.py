@@ -112,12 +112,8 @@ def image(kind: str = "default") -> str:
     return os.environ.get(IMAGES[kind]) or os.environ.get(IMAGES["default"]) or ""
 
 
-# Credentials of pods, by the cluster's secrets: variable, then group and key of the secret, as in
-#
-#     HYBRIDFLYTE_SECRETS="MLFLOW_TRACKING_TOKEN=hybridflyte/mlflow,HF_TOKEN=hybridflyte/hub"
-#
-# They are part of a task's template, so the setting is read when tasks are registered. On a laptop
-# variables are what they are.
+# Credentials of pods, by the cluster's secrets: variable, then group and key of the secret, e.g.
+# HF_TOKEN=hybridflyte/hub. They are part of a task's template, and read when it is registered.
 
 SECRETS = "HYBRIDFLYTE_SECRETS"
 

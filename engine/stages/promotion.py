@@ -48,10 +48,8 @@ def promote(
 
     Artifact `promotion`: `decision.json` (promoted or not, why, each rule's outcome, against which
     champion), `evidence.json`, and `rows_champion.parquet` where the champion was evaluated here.
-    The rules are `engine.promotion.rules`. Anything missing, unreadable or tampered with promotes
-    nothing. Running it again for the same model changes nothing.
-
-    approved_by: who approved, for `promote.approval=required`; without it such a promotion waits.
+    Anything missing, unreadable or tampered with promotes nothing. Running it again for the same
+    model changes nothing. approved_by: who approved, where `promote.approval=required`.
     """
     config = settings.config
     recorded = {"promote": config.model_dump(mode="json"), "seed": settings.seed}
@@ -218,11 +216,9 @@ def decide(
 ) -> Artifact:
     """Register a model, move the alias where `judge` says so, and publish `decision.json`.
 
-    The same content is registered once. Its files go to the MLflow run that made it, or where that
-    is unknown or deleted (a lost attempt), to the pipeline's run, which every retry shares.
-
-    source: the model, a parent of the stage. facts: what its kind's decision holds besides.
-    trusted: the public keys by which MLflow's copy must be signed; None: it need not be.
+    The same content is registered once, in the MLflow run that made it, or where that is unknown or
+    deleted, in the pipeline's. source: the model, a parent of the stage. facts: what its kind's
+    decision holds besides. trusted: the public keys by which MLflow's copy must be signed, if any.
     """
     tracker = Tracker(experiment=run.experiment)
     model, name = this.inputs[source.name], config.model_name
@@ -306,15 +302,9 @@ def rollback(
     execution = host().execution
     request = request or execution or f"local-{uuid.uuid4().hex[:12]}"
     tracker = Tracker()
-    move = Champions(tracker, model_name, alias).rollback(
-        reason,
-        to=to,
-        expected=expected,
-        request=request,
-        by=execution or "local",
-        force=forced,
-        approved_by=approved_by,
-    )
+    options: dict[str, Any] = {"expected": expected, "force": forced, "approved_by": approved_by}
+    options |= {"request": request, "by": execution or "local"}
+    move = Champions(tracker, model_name, alias).rollback(reason, to=to, **options)
     say(f"rollback: {model_name} {alias}: {move.sentence()}")
     show_facts("Rollback", {"model": model_name, "alias": alias, "move": move.sentence()})
     parents: list[Parent] = []

@@ -1,11 +1,9 @@
 """The frame of a stage: its MLflow run, staging folder, parents, checkpoints, manifest and host.
 
-    with stage("rl", run, settings) as this:
-        data = this.load_parent("dataset", dataset)
-        …  # write files into this.folder
-        return this.publish(metrics)
-
-What a stage must know of where it runs is its `Host`; `tasks.host` is Flyte's.
+with stage("rl", run, settings) as this:
+    data = this.load_parent("dataset", dataset)
+    …  # write files into this.folder
+    return this.publish(metrics)
 """
 
 from __future__ import annotations
@@ -93,13 +91,6 @@ class Host:
     def checkpoint_paths(self) -> CheckpointPaths | None:
         """Return where this attempt's checkpoints go; None: into a folder of this machine."""
         return None
-
-    def has_passed(self, check: str) -> bool:
-        """Return whether `remember_passed` was called for this key."""
-        return False
-
-    def remember_passed(self, check: str) -> None:
-        """Keep that a check passed; its key names everything that the outcome depends on."""
 
 
 _host: ContextVar[Host] = ContextVar("host", default=Host())  # noqa: B039 (has no state)
@@ -266,10 +257,9 @@ class Stage:
             {"artifact_digest": manifest.digest, "manifest_digest": manifest.own_digest}
         )
         artifact = shared(path)
-        parents = {f"made of: {p.name}": f"{p.kind} {p.digest[:12]}" for p in self.parents}
-        show_facts(
-            "Result", {"artifact": f"{self.kind} {manifest.digest[:12]}", **parents, **metrics}
-        )
+        facts: dict[str, object] = {"artifact": f"{self.kind} {manifest.digest[:12]}"}
+        facts |= {f"made of: {p.name}": f"{p.kind} {p.digest[:12]}" for p in self.parents}
+        show_facts("Result", facts | metrics)
         where = artifact.uri if "://" in artifact.uri else display_path(path)
         say(f"{self.kind}: done in {human_time(metrics['seconds'])} → {where}")
         return artifact
