@@ -64,10 +64,8 @@ def evaluate(
     Artifact `evaluation`: `rows_warm_start.parquet`, `rows_rl.parquet` (schema `EVALUATION_ROWS`),
     `comparison.json` (rates with intervals, the paired gain, on the split `test`), `sets.json` (the
     same of every evaluation set, by source and level, and what is known from training),
-    `report.html`, and with `evaluate.lm_eval.tasks` `lm_eval.json`.
-
-    audit: of the scorers; the manifest sums it up as `reward_audit`. parts: the tables of
-    `evaluate_part` in order; None: both models are decoded here.
+    `report.html`, and with `evaluate.lm_eval.tasks` `lm_eval.json`. audit: of the scorers. parts:
+    the tables of `evaluate_part` in order; None: both models are decoded here.
     """
     from engine.evaluation.decode import uses_ranks  # torch takes seconds, and a report needs none
 

@@ -73,10 +73,8 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
 
 def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
     """Return the artifact that a version was registered from, or MLflow's copy, as tagged."""
-    tags = version.tags
-    kind, digest, own_digest = (
-        tags.get(tag, "") for tag in ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
-    )
+    tags, names = version.tags, ("artifact_kind", ARTIFACT_TAG, MANIFEST_TAG)
+    kind, digest, own_digest = (tags.get(name, "") for name in names)
     if kind and digest and own_digest:
         uri = tags.get("artifact_uri")
         here = _artifact_paths(kind, digest, own_digest)

@@ -1,8 +1,7 @@
 """Checks all that can be checked before compute, opens the run, and splits its settings by stage.
 
-What settings refer to by name is pinned, so that changed files miss the cache, and manifests say
-what they were: a hub model gets the commit that it is loaded at; data, code, files and folders get
-a digest. What modules import from elsewhere is not in it.
+What settings refer to by name is pinned, so that changed files miss the cache: a hub model gets the
+commit that it is loaded at; data, code (without what it imports), files and folders get a digest.
 """
 
 from __future__ import annotations

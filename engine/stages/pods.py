@@ -136,7 +136,7 @@ class SecretName(NamedTuple):
 def read_secrets(text: str) -> dict[str, SecretName]:
     """Return the secrets by variable; ConfigError for what is none."""
     secrets: dict[str, SecretName] = {}
-    for entry in (part.strip() for part in text.split(",") if part.strip()):
+    for entry in filter(None, map(str.strip, text.split(","))):
         match = _ENTRY.fullmatch(entry)
         if match is None:
             raise errors.ConfigError(
@@ -172,8 +172,7 @@ _SLACK = "slack:"  # before the mail address of a Slack channel
 
 def recipients(*, slack: bool) -> list[str]:
     """Return the mail addresses of people, or those of Slack channels; ConfigError for none."""
-    text = os.environ.get(NOTIFY, "")
-    found = []
+    text, found = os.environ.get(NOTIFY, ""), []
     for entry in filter(None, map(str.strip, text.split(","))):
         address = entry.removeprefix(_SLACK)
         name, _, host = address.partition("@")
@@ -212,10 +211,8 @@ def _pod(
         env=variables or None,
         volume_mounts=[client.V1VolumeMount(name="shm", mount_path="/dev/shm")],
     )
-    taints = [
-        client.V1Toleration(key=resource, operator="Exists", effect="NoSchedule")
-        for resource in gpus
-    ]
+    taint = partial(client.V1Toleration, operator="Exists", effect="NoSchedule")
+    taints = [taint(key=resource) for resource in gpus]
     return client.V1PodSpec(
         containers=[main],
         node_selector=dict(profile.node_labels) or None,
