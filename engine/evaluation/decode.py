@@ -238,9 +238,8 @@ def _on_ranks(
     share = float(cores // ranks) if cores >= ranks else cores / ranks
     gpus = torch.cuda.device_count() > 0  # a GPU a rank, else its share of the cores
     pool = Pool((ROLE,), ranks, cpus=1.0 if gpus else share, gpus=1.0 if gpus else 0.0)
-    placement = Placement(
-        (pool,), start_timeout_s=config.start_timeout_s, call_timeout_s=config.step_timeout_s
-    )
+    start, step = config.start_timeout_s, config.step_timeout_s
+    placement = Placement((pool,), start_timeout_s=start, call_timeout_s=step)
     with ray_session("ray", OBJECT_STORE_BYTES), launch(placement, [spec]) as roles:
         calls, done = [], 0
         for params in passes:

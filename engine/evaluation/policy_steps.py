@@ -39,8 +39,7 @@ class PolicySteps:
 def read_policy_steps(policy: Path) -> PolicySteps | None:
     """Read the steps of a model's folder; None for a model that no RL run made.
 
-    Without the column `model` the model is the last step's. Raises DataError where that column
-    names no step.
+    Without the column `model` the model is the last step's; one that names none is a DataError.
     """
     path = policy / FILE
     rows = pd.read_parquet(path) if path.is_file() else pd.DataFrame()

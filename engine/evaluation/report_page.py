@@ -145,8 +145,7 @@ def _example(before: pd.Series, after: pd.Series) -> dict[str, object]:
         }
         for row in (before, after)
     ]
-    problem = {name: before[name] for name in ("prompt", "ground_truth")}
-    return {**problem, "answers": answers}
+    return {**before[["prompt", "ground_truth"]], "answers": answers}
 
 
 def _percent(fraction: float) -> str:

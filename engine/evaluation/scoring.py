@@ -88,9 +88,8 @@ def judge_episodes(
 ) -> list[Judged]:
     """Judge B episodes of B prompts (the texts of their last messages), as RL rewards them.
 
-    With `reward.name=environment` an episode's `info` says whether it succeeded, and where it
-    doesn't, a return of 1 or more. Another reward judges the last turn, and what the environment
-    gave is added to its score. An episode whose environment failed is wrong, and marked.
+    With `reward.name=environment` an episode's `info`, or else a return of 1 or more, says whether
+    it succeeded. Another reward judges the last turn, and the environment's are added to its score.
     """
     by_environment = scorer.config.name == ENVIRONMENT
     judged = judge(
@@ -99,21 +98,18 @@ def judge_episodes(
         prompts,
         {**columns, "episode_reward": [episode.reward for episode in episodes]},
     )
-    rewarded = []
-    for row, episode in zip(judged, episodes, strict=True):
+    for i, (row, episode) in enumerate(zip(judged, episodes, strict=True)):
         right = episode.success if by_environment and episode.success is not None else row.correct
-        rewarded.append(
-            replace(
-                row,
-                text=episode.text,
-                correct=right and not episode.failed,
-                score=row.score if by_environment else row.score + episode.reward,
-                answer=row.answer if row.answer is not None else episode.answer,
-                failed=row.failed or episode.failed,
-                episode=episode,
-            )
+        judged[i] = replace(
+            row,
+            text=episode.text,
+            correct=right and not episode.failed,
+            score=row.score if by_environment else row.score + episode.reward,
+            answer=row.answer if row.answer is not None else episode.answer,
+            failed=row.failed or episode.failed,
+            episode=episode,
         )
-    return rewarded
+    return judged
 
 
 def evaluate_model(
