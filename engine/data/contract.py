@@ -1,8 +1,7 @@
 """The data contract: which columns each kind of table has and what its cells must hold.
 
 `check` validates a table with pandera, `check_disjoint` that splits share no prompts; both raise a
-sentence with split, column, problem and rows (from 0). `uniform_columns` gives RL rows of several
-writers one type a column.
+sentence with split, column, problem and rows (from 0).
 """
 
 from __future__ import annotations

@@ -51,10 +51,9 @@ class PromptLoader:
         template_variables: Mapping[str, object] | None = None,
         truncation: Truncation | None = None,
     ) -> None:
-        """`sampling` says how sources are mixed, `truncation` how long prompts are cut.
+        """Raise ConfigError for weights that are not the sources', DataError without rows.
 
-        `template_variables` are those of the chat template. Raises ConfigError for weights that are
-        not the sources', DataError without rows and for a row without a difficulty.
+        `template_variables` are those of the chat template, `truncation` cuts long prompts.
         """
         if len(frame) == 0:
             raise DataError("a prompt loader got no rows; give a frame with at least one")

@@ -1,8 +1,8 @@
 """Chat messages: the one place that lists their fields.
 
 A message of a data file has a role, its text, and what `FIELDS` names: all of it is rendered, or
-the row is refused. In canonical form `content` is text and arguments of calls are JSON text, so
-that rows fit into Parquet; a field that is None, as Parquet gives one of other rows, isn't there.
+the row is refused. In canonical form `content` is text, arguments of calls are JSON text, and no
+field is None.
 """
 
 from __future__ import annotations

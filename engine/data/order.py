@@ -196,10 +196,9 @@ class EpochOrder:
 
 
 class WeightedOrder:
-    """Each row from a source that is drawn by weight; within a source, every row once an epoch.
+    """Each row from a source that is drawn by weight, until all rows of it were used enough.
 
-    A source whose rows were all used as often as they may be is drawn no more, and the weights of
-    the others count among themselves.
+    Within a source every row comes once an epoch.
     """
 
     def __init__(

@@ -92,10 +92,8 @@ def _labelled_row(row: Row, where: str) -> Row:
 
 def _as_labelled(pair: Row) -> list[Row]:
     common: Row = {name: pair[name] for name in ("prompt", "tools") if name in pair}
-    return [
-        {**common, "completion": pair[side], "label": side == "chosen"}
-        for side in ("chosen", "rejected")
-    ]
+    sides = {"chosen": True, "rejected": False}
+    return [{**common, "completion": pair[side], "label": sides[side]} for side in sides]
 
 
 def _steps_row(row: Row, where: str) -> Row:

@@ -1,8 +1,7 @@
 """One row of each kind in the data contract, and RL rows in their canonical form.
 
 A canonical row has the contract's columns and any others of its file, chat messages as `prompt`,
-and its ground truth in `reward_model` alone. Whole tables are checked in `contract`, whose schemas
-agree with the types here; this module loads neither pandas nor torch.
+and its ground truth in `reward_model` alone. This module loads neither pandas nor torch.
 """
 
 from __future__ import annotations
@@ -179,10 +178,9 @@ def same_columns(rows: Sequence[Row]) -> list[Row]:
 
 
 def canonical_row(row: Row, where: str) -> Row:
-    """One row in canonical form; DataError, beginning with `where`, for none or more than one.
+    """One row in canonical form; DataError, which begins with `where`, where that is not possible.
 
-    `prompt` may be a plain string, `ground_truth` a column of its own, and `data_source`, `ability`
-    and `extra_info` may be missing.
+    `prompt` may be a string, `ground_truth` a column, and other columns may be missing.
     """
     check_names(row, where)
     canonical = {column: value for column, value in row.items() if column != TRUTH}
