@@ -29,7 +29,6 @@ from engine.stages import pods
 from engine.stages.stage import is_dry_run
 
 if TYPE_CHECKING:
-    from diskcache import Cache
     from flyteidl.core.literals_pb2 import LiteralMap
 
 
@@ -122,7 +121,9 @@ def evict_missing() -> int:
     """Drop cached results of our tasks whose folders are no longer there; return how many."""
     from flyteidl.core.literals_pb2 import LiteralMap
 
-    cache, evicted = open_cache(), 0
+    if not LocalTaskCache._initialized:
+        LocalTaskCache.initialize()
+    cache, evicted = LocalTaskCache._cache, 0  # of diskcache
     # Keys are, e.g., tasks.stages.sft_stage-<version>-<inputs>.
     for key in [key for key in cache.iterkeys() if str(key).startswith("tasks.")]:
         stored = cache.get(key)
@@ -130,13 +131,6 @@ def evict_missing() -> int:
         if any(not path.exists() for path in local_outputs(outputs)):
             evicted += bool(cache.delete(key))
     return evicted
-
-
-def open_cache() -> Cache:
-    """Return the diskcache.Cache of local results, which `pyflyte local-cache clear` empties."""
-    if not LocalTaskCache._initialized:
-        LocalTaskCache.initialize()
-    return LocalTaskCache._cache
 
 
 def local_outputs(outputs: LiteralMap) -> Iterator[Path]:

@@ -222,10 +222,8 @@ class LiveDeck(Deck):
         self._due = time.monotonic() + PUBLISH_SECONDS
 
 
-# Tables of artifacts as typed data frames: Flyte's console shows their columns and first rows.
-#
-# A table is a file that the artifact has anyway. With a shared store its address is passed on, and
-# locally its path; only a pod without a store uploads it.
+# Tables of artifacts as typed data frames: Flyte's console shows their columns and first rows. With
+# a shared store a table's address is passed on, locally its path; only a pod without one uploads.
 
 SHOWN_ROWS = 10  # in a Deck
 SHOWN_CHARACTERS = 200  # of a cell there

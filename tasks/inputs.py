@@ -50,7 +50,6 @@ def use_config_param() -> None:
     """Let `pyflyte run` read configurations by `ConfigParam`, and help say what one is.
 
     flytekit 1.16 prints a traceback for a malformed YAML file, and the whole JSON schema as help.
-    Where its command line isn't loaded, as in a pod, there is nothing to patch.
     """
     from flytekit.interaction import click_types
 
