@@ -118,8 +118,7 @@ def serialize(
 ) -> tuple[list[FlyteControlPlaneEntity], SerializationSettings]:
     """Load the modules of `workflows/` and return what is to be registered, with the settings used.
 
-    Without project, domain and version these are filled in by who registers the archive
-    (`flytectl register files`).
+    `flytectl register files` fills in project, domain and version that are not given here.
     """
     from flytekit.tools.module_loader import add_sys_path, just_load_modules
 

@@ -3,9 +3,8 @@
     pyflyte run workflows/retraining.py retraining --kickoff "$(date -u +%Y-%m-%dT%H:%M:%S)" \\
         --path s3://bucket/problems
 
-Training starts from the champion, with a replay of its own training data. Both models are evaluated
-on the champion's frozen test set. A run with too little new data ends as skipped, with the reason.
-A run may be late or repeated: see docs/retraining.md.
+Training starts from the champion, with a replay of its own training data. A run with too little
+new data ends as skipped, and a run may be late or repeated: see docs/retraining.md.
 """
 
 from datetime import datetime

@@ -3,8 +3,7 @@
     flyte run --local workflows/flyte2/retraining.py retraining \
         --kickoff "$(date -u +%Y-%m-%dT%H:%M:%S)" --path s3://bucket/problems
 
-Training starts from the champion, and a run with too little new data ends as skipped; see
-docs/retraining.md. Flyte 2 starts a night's run even while another one is running (docs/flyte2.md).
+See docs/retraining.md. Flyte 2 starts a night's run even while another one is running.
 """
 
 from datetime import UTC, datetime
