@@ -204,10 +204,7 @@ class Progress:
 
 
 def in_notebook(stream: TextIO) -> bool:
-    """Return whether what is written to the stream is shown below a cell of a Jupyter notebook.
-
-    Such a stream is no terminal, but the page redraws a line after a carriage return.
-    """
+    """Return whether the stream is shown in a Jupyter notebook, which redraws lines after `\\r`."""
     iostream = sys.modules.get("ipykernel.iostream")
     return iostream is not None and isinstance(stream, iostream.OutStream)
 

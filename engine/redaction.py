@@ -75,10 +75,7 @@ def without_credentials(uri: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""Return `text` without colours, its control characters as escapes, e.g. `\x1b`.
-
-    New lines and tabs stay.
-    """
+    r"""Return `text` without colours, control characters but `\n` and `\t` as escapes: `\x1b`."""
     text = _COLOUR.sub("", text)
     return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 

@@ -139,14 +139,13 @@ class WorkerProcess:
                     f"the process of {self._name} {answer.how} while it imported its module; "
                     "correct what runs on import"
                 )
-        except TooLate:
+        except BaseException as error:
             self.end()
+            if not isinstance(error, TooLate):
+                raise
             raise WorkerError(
                 f"{self._name} was not loaded within {START_S:g} s; let its module import less"
             ) from None
-        except BaseException:
-            self.end()
-            raise
         return answer
 
     def send(self, message: object, until: float) -> None:
