@@ -387,11 +387,13 @@ class MappedRows:
             self.bad, self._total, self._first = 1, 1, str(error)
         if not self.bad or self._policy == "drop":
             return
-        advice = "or leave it"
-        if self.bad > 1:
-            bad = f"{self.bad} of {self._total} rows are bad ({row_numbers(self._numbers)})"
-            advice = f"{bad}: correct them, or leave them"
-        raise DataError(f"{self._first}; {advice} out with data.bad_rows=drop")
+        if self.bad == 1:
+            raise DataError(f"{self._first}; or leave it out with data.bad_rows=drop")
+        raise DataError(
+            f"{self._first}; {self.bad} of {self._total} rows are bad "
+            f"({row_numbers(self._numbers)}): correct them, or leave them out with "
+            "data.bad_rows=drop"
+        )
 
     def _mapped(self, raw: Row | DataError, where: str) -> Row:
         if isinstance(raw, DataError):
