@@ -100,18 +100,18 @@ def model_lock() -> Iterator[None]:
 
 
 @model_lock()
+def new_model_config(config: ModelConfig, vocab_size: int, **tokens: int | None) -> Qwen2Config:
+    """Return the configuration of a small, tied Qwen2; `tokens` are its special tokens' ids."""
+    sizes = {name: getattr(config, name) for name in _SIZES}
+    return Qwen2Config(vocab_size=vocab_size, tie_word_embeddings=True, **sizes, **tokens)
+
+
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
     """Make a small, tied Qwen2 of the tokenizer's vocabulary, drawn in float32 from `seed`."""
-    shape = Qwen2Config(
-        vocab_size=len(tokenizer),
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        **{name: getattr(config, name) for name in _SIZES},
-    )
+    special = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
+    shape = new_model_config(config, len(tokenizer), bos_token_id=None, **special)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
