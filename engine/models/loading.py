@@ -102,16 +102,21 @@ def model_lock() -> Iterator[None]:
 @model_lock()
 def new_model_config(config: ModelConfig, vocab_size: int, **tokens: int | None) -> Qwen2Config:
     """Return the configuration of a small, tied Qwen2; `tokens` are its special tokens' ids."""
-    sizes = {name: getattr(config, name) for name in _SIZES}
-    return Qwen2Config(vocab_size=vocab_size, tie_word_embeddings=True, **sizes, **tokens)
+    values: dict[str, Any] = {name: getattr(config, name) for name in _SIZES} | tokens
+    return Qwen2Config(vocab_size=vocab_size, tie_word_embeddings=True, **values)
 
 
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
     """Make a small, tied Qwen2 of the tokenizer's vocabulary, drawn in float32 from `seed`."""
-    special = {name: getattr(tokenizer, name) for name in ("eos_token_id", "pad_token_id")}
-    shape = new_model_config(config, len(tokenizer), bos_token_id=None, **special)
+    shape = new_model_config(
+        config,
+        len(tokenizer),
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
