@@ -39,12 +39,32 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
         f"placement: auto found {plan.cluster}",
         f"  chosen  {chosen.candidate}{ranks if allocation.ranks > 1 else ''}{pinned}",
         f"  memory  {_gib(chosen):.2f} of {allocation.memory / GIB:.2f} GiB a rank, most in "
-        f"{chosen.memory.when}: {_parts(chosen)}",
+        f"{chosen.memory.when}: {_parts(chosen)}"
+        + (f"; rollout with {chosen.rollout_memory}" if chosen.rollout_memory else ""),
         f"  why     {why}",
         *_roles(plan),
     ]
     table = _table([chosen, *plan.others[: shown - 1], *plan.too_large])
     return "\n".join([*lines, *table])
+
+
+def explain_memory(chosen: PricedCandidate, most: PricedCandidate) -> str:
+    """Return what was chosen for a GPU whose layout is set, and why not `most`, which is faster."""
+
+    def text(priced: PricedCandidate) -> str:
+        c, rollout = priced.candidate, priced.rollout_memory
+        kept = "activations computed again" if c.activation_checkpointing else "activations kept"
+        text = f"{c.tokens} tokens a micro-batch, {kept}"
+        return f"{text}, rollout with {rollout}" if rollout else text
+
+    there = f"{chosen.allocation.memory / GIB:.1f} GiB"
+    line = (
+        f"memory: {text(chosen)}: {_gib(chosen):.1f} of {there} a GPU by the planner's estimate, "
+        f"most in {chosen.memory.when}"
+    )
+    if text(most) != text(chosen):
+        line += f"; {text(most)} would take {_gib(most):.1f}"
+    return line if chosen.fits else f"{line}; {chosen.lacks} lacks memory, and may fail"
 
 
 def _excess(priced: PricedCandidate) -> str:
@@ -91,7 +111,7 @@ def _seconds(priced: PricedCandidate) -> tuple[float, float, float]:
 def _parts(priced: PricedCandidate) -> str:
     """Return the large parts of the peak."""
     names = {
-        "training": ("weights", "gradients", "moments", "activations", "rollout"),
+        "training": ("weights", "gradients", "moments", "activations", "awake"),
         "rollout": ("weights", "moments", "rollout", "cache"),
         "loading": ("loading",),
     }

@@ -32,8 +32,8 @@ from engine.data.sources import load_splits
 from engine.errors import DataError, PlacementError
 from engine.lineage.lookup import write_origin
 from engine.parallel.layout import Layout
-from engine.planner import Candidate
-from engine.planner.memory import estimate, usable_bytes
+from engine.planner import fitted
+from engine.planner.memory import usable_bytes
 from engine.planner.resources import GIB
 from engine.stages.fetch import resolve
 from engine.stages.plan import open_run
@@ -51,7 +51,7 @@ from engine.storage.artifacts import Draft, local_path, read_manifest
 from engine.storage.digests import hash_files
 from engine.storage.filesystem import Files
 from engine.tracking import Tracker
-from engine.trainers.auto_placement import sft_memory, sft_workload, workload
+from engine.trainers.auto_placement import fixed_settings, sft_memory, sft_workload, workload
 from tasks.host import SourcesPolicy, StageError, artifact, directory, flyte_host, on_cluster
 from tasks.inputs import RLHFConfig
 
@@ -384,12 +384,15 @@ def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) ->
         max_response_length=config.data.max_response_length,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
     )
-    candidate = Candidate(
-        Layout.of(rl.actor.parallel),
-        rl.rollout.tensor_parallel_size,
-        rl.actor.max_tokens_per_micro_batch,
-        activation_checkpointing=rl.actor.parallel.activation_checkpointing,
+    layout, tp = Layout.of(rl.actor.parallel), rl.rollout.tensor_parallel_size
+    (allocation,) = (
+        part
+        for part in cluster(PROFILES["2x8xH100"]).allocations()
+        if part.ranks == layout.world_size
     )
+    chosen = fitted(work, layout, tp, allocation, fixed_settings(rl))
+    assert chosen is not None
+    assert chosen.fits
     assert not config.sft.skip
     warm = sft_workload(
         config.sft,
@@ -401,7 +404,7 @@ def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) ->
     )
     tokens = config.sft.max_tokens_per_micro_batch
     for memory in (
-        estimate(work, candidate, gpu=True),
+        chosen.memory,
         sft_memory(warm, config.sft.parallel, tokens),
     ):
         assert memory.peak <= usable_bytes(there.gpu_memory), memory
@@ -424,7 +427,7 @@ def test_a_warm_start_that_can_t_fit_is_refused_with_the_layout_that_would(tmp_p
     adapters = documented(folder(tmp_path, "7B"), machines.name, lora={"rank": 16})
     check_memory(with_sft(adapters, parallel=copies), machines)
     large = with_sft(documented(folder(tmp_path, "70B"), machines.name), parallel=copies)
-    said = r"sft.parallel fsdp=16 activation_checkpointing=true offload_optimizer=true would"
+    said = r"sft.parallel dp=2 fsdp=8 activation_checkpointing=true offload_optimizer=true would"
     with pytest.raises(PlacementError, match=said):
         check_memory(large, machines)
     few = read_profile("{base: 8xA100, gpus: 2, cpus: 22}")
