@@ -149,30 +149,26 @@ def _smaller_rollouts(
     if work.memory_share:
         yield from (replace(work, memory_share=share) for share in _SHARES)
         return
-    rows = work.decode_rows
-    while rows > _FEWEST_ROWS:
-        rows //= 2
-        yield replace(work, decode_rows=rows)
+    while work.decode_rows > _FEWEST_ROWS:
+        work = replace(work, decode_rows=work.decode_rows // 2)
+        yield work
 
 
 def fitted(
-    work: Workload,
-    layout: Layout,
-    rollout_tp: int,
-    allocation: Allocation,
-    fixed: FixedSettings,
+    work: Workload, candidate: Candidate, allocation: Allocation, fixed: FixedSettings
 ) -> PricedCandidate | None:
     """Return the fastest memory options of a layout that fit, offloading as set, or the smallest.
 
     None where the layout can't offload so.
     """
-    options = [
+    options = _options(work, candidate.layout, candidate.rollout_tp, allocation, fixed)
+    offload = (fixed.offload_params, fixed.offload_optimizer)
+    as_set = (
         priced
-        for priced in _options(work, layout, rollout_tp, allocation, fixed)
-        if priced.candidate.offload_params == fixed.offload_params
-        and priced.candidate.offload_optimizer == fixed.offload_optimizer
-    ]
-    return min(options, key=lambda p: (max(0.0, p.excess_bytes), p.order), default=None)
+        for priced in options
+        if (priced.candidate.offload_params, priced.candidate.offload_optimizer) == offload
+    )
+    return min(as_set, key=lambda p: (max(0.0, p.excess_bytes), p.order), default=None)
 
 
 def candidates(
@@ -493,24 +489,20 @@ def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Sa
 def _too_large(
     work: Workload, cluster: Cluster, counts: Sequence[int], tps: Sequence[int]
 ) -> PlacementError:
-    tp = max(tps)
+    tp, share = max(tps), work.memory_share
     need = sampler_need(work, counts[0] if counts else max(1, cluster.gpus // 2), tp)
     gpu_memory = min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
-    if work.memory_share:
-        why = (
-            f"{need / GIB:.2f} GiB on each of {tp} GPU(s) for its weights and a row, and "
-            f"rollout.vllm.gpu_memory_utilization={work.memory_share} of a GPU is "
-            f"{work.memory_share * gpu_memory / GIB:.2f} GiB; raise it, give a sampler more GPUs "
-            "(rollout.vllm.in_process=false, rollout.tensor_parallel_size), or"
+    there = f"a GPU has {gpu_memory / GIB:.2f} GiB; lower rollout.max_num_seqs"
+    if share:
+        there = (
+            f"rollout.vllm.gpu_memory_utilization={share} of a GPU is "
+            f"{share * gpu_memory / GIB:.2f} GiB; raise it"
         )
     else:
-        why = (
-            f"{need / USABLE / GIB + RUNTIME / GIB:.2f} GiB on each of {tp} GPU(s), and a GPU has "
-            f"{gpu_memory / GIB:.2f} GiB; lower rollout.max_num_seqs, set rollout.dtype=bfloat16, "
-            "or rollout.engine=vllm with rollout.vllm.in_process=false, whose samplers take "
-            "several GPUs; or"
-        )
+        need = need / USABLE + RUNTIME
     return PlacementError(
         f"trainer.placement=auto finds no GPUs for processes that only decode on {cluster}: one "
-        f"needs {why} set trainer.mode=sync, whose rollout is sharded"
+        f"needs {need / GIB:.2f} GiB on each of {tp} GPU(s), and {there}, set "
+        "rollout.dtype=bfloat16, give a sampler more GPUs (rollout.engine=vllm with "
+        "rollout.vllm.in_process=false), or set trainer.mode=sync, whose rollout is sharded"
     )

@@ -7,7 +7,7 @@ take, and the dtype of the models.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import AXES, Experts, Layout, ModelShape
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
 from engine.planner.layout_search import BUDGET, PricedCandidate
-from engine.planner.memory import Memory, estimate, usable_bytes
+from engine.planner.memory import Memory, estimate
 from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers import run_spec
@@ -182,7 +182,7 @@ def _fit_memory(config: RLConfig, lora: LoRAConfig, **model: Any) -> RLConfig:
     candidate, fixed = rl_candidate(config), fixed_settings(config)
     ranks = candidate.layout.world_size
     allocation = _allocation(ranks, min(ranks, torch.cuda.device_count() or ranks), kind, memory)
-    chosen = planner.fitted(work, candidate.layout, candidate.rollout_tp, allocation, fixed)
+    chosen = planner.fitted(work, candidate, allocation, fixed)
     if chosen is None:
         return config
     say(planner.explain_memory(chosen, PricedCandidate(work, candidate, allocation)))
@@ -397,15 +397,7 @@ def check_rl_memory(
     actor = config.actor.model_copy(update={"parallel": unset})
     trainer = config.trainer.model_copy(update={"placement": "auto", "pools": ()})
     free = config.model_copy(update={"actor": actor, "trainer": trainer})
-    try:
-        fitting = plan_for(free, work, cluster, lora).chosen.candidate
-        options = "" if fitting.memory_options == "-" else f" ({fitting.memory_options})"
-        instead = (
-            f"rl.actor.parallel {fitting.layout}{options}, rollout.tensor_parallel_size "
-            f"{fitting.rollout_tp} would"
-        )
-    except EngineError:
-        instead = f"no layout of {cluster} would: take more machines, or set model.lora.rank"
+    instead = _fitting("rl.actor", lambda: plan_for(free, work, cluster, lora))
     raise PlacementError(
         f"rl can't fit: with rl.actor.parallel {candidate.layout} a GPU keeps {need / GIB:.0f} GiB "
         f"of weights, gradients, moments and rollout copy, and has {available / GIB:.0f}; {instead}"
@@ -421,18 +413,28 @@ def check_sft_memory(config: SFTConfig, cluster: planner.Cluster, **model: Any) 
     need, available = _trained(sft_memory(work, config.parallel)), _gpu_memory(cluster)
     if need <= available:
         return
-    instead = f"no fsdp layout of {cluster.gpus} GPUs"
-    for parallel in _sharded(config.parallel, cluster.gpus):
-        if sft_memory(work, parallel).peak <= usable_bytes(available):
-            flags = [f" {name}=true" for name in _MEMORY_OPTIONS[1:] if getattr(parallel, name)]
-            instead = f"sft.parallel {Layout.of(parallel)}{''.join(flags)}"
-            break
+    axes = {"pp": 1, "sp": 1, "tp": 1}
+    fixed = planner.FixedSettings(axes, tokens=config.max_tokens_per_micro_batch)
+    instead = _fitting("sft", lambda: planner.search(work, cluster, fixed))
     raise PlacementError(
         f"sft can't fit: with sft.parallel {Layout.of(config.parallel)} a GPU keeps "
         f"{need / GIB:.0f} GiB of weights, gradients and moments, and has {available / GIB:.0f}; "
-        f"{instead} would; or set model.lora.rank to train adapters, or sft.skip to begin RL with "
-        "the model as it is"
+        f"{instead}; or set model.lora.rank to train adapters, or sft.skip to begin RL with the "
+        "model as it is"
     )
+
+
+def _fitting(section: str, plan: Callable[[], planner.PlacementPlan]) -> str:
+    """Say which layout would fit, if any."""
+    try:
+        chosen = plan().chosen
+    except EngineError:
+        return "no layout of these machines would"
+    candidate, rollout = chosen.candidate, ""
+    options = "" if candidate.memory_options == "-" else f" ({candidate.memory_options})"
+    if chosen.rollout_memory:
+        rollout = f", rollout.tensor_parallel_size {candidate.rollout_tp}"
+    return f"{section}.parallel {candidate.layout}{options}{rollout} would"
 
 
 def sft_workload(config: OfflineConfig, **model: Any) -> planner.Workload:
@@ -440,7 +442,8 @@ def sft_workload(config: OfflineConfig, **model: Any) -> planner.Workload:
     rl = RLConfig.model_validate({"actor": {"parallel": config.parallel}})
     work = workload(rl, **model)
     rows = config.train_batch_size
-    return replace(work, prompts=rows, completions=1, passes=0, decodes=False, reference=False)
+    step = replace(work, prompts=rows, completions=1, passes=0, reference=False)
+    return replace(step, decodes=False, runs_ahead=True)  # no copy for rollout
 
 
 def sft_candidate(parallel: ParallelConfig, tokens: int = 1) -> planner.Candidate:
@@ -450,18 +453,8 @@ def sft_candidate(parallel: ParallelConfig, tokens: int = 1) -> planner.Candidat
 
 
 def sft_memory(work: planner.Workload, parallel: ParallelConfig, tokens: int = 1) -> Memory:
-    """What a rank needs for micro-batches of so many tokens; nothing is kept for rollout."""
-    needed = estimate(work, sft_candidate(parallel, tokens), gpu=True)
-    return replace(needed, rollout=0.0, awake=0.0)
-
-
-def _sharded(parallel: ParallelConfig, gpus: int) -> Iterator[ParallelConfig]:
-    """FSDP layouts of so many ranks: first what costs least time, the fewest shards of these."""
-    plain: dict[str, object] = dict.fromkeys(AXES, 1)
-    recompute = {"activation_checkpointing": True}
-    for more in ({}, recompute, recompute | {"offload_optimizer": True}):
-        for n in (n for n in range(1, gpus + 1) if gpus % n == 0):
-            yield parallel.model_copy(update=plain | {"dp": gpus // n, "fsdp": n} | more)
+    """What a rank needs for micro-batches of so many tokens."""
+    return estimate(work, sft_candidate(parallel, tokens), gpu=True)
 
 
 def _trained(memory: Memory) -> float:
@@ -495,8 +488,7 @@ def step_estimate(
     allocation = _allocation(ranks, per_machine, accelerator)
     priced, memory = PricedCandidate(work, candidate, allocation), allocation.memory
     if fixed is not None and accelerator:
-        options = (candidate.layout, candidate.rollout_tp, allocation, fixed)
-        priced = planner.fitted(work, *options) or priced
+        priced = planner.fitted(work, candidate, allocation, fixed) or priced
     needed, price = priced.memory, priced.price
     names = ("weights", "gradients", "moments", "activations", "rollout", "cache")
     sizes = {name.replace("rollout", "rollout copy"): getattr(needed, name) for name in names}

@@ -120,7 +120,7 @@ def test_the_choice_is_valid_and_fits_by_its_own_estimate(work: Workload, cluste
         assert layout.data_ranks <= work.rows
         assert work.families or layout.tp * layout.pp == 1
         assert work.cuts_sequences or layout.sp == 1
-        again = estimate(work, one.candidate, gpu=allocation.gpus > 0)
+        again = estimate(one.work, one.candidate, gpu=allocation.gpus > 0)
         assert again.peak <= usable_bytes(allocation.memory)
         assert again.host <= usable_bytes(allocation.host_memory)
         assert one.price.total >= plan.chosen.price.total
