@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from engine.errors import ConfigError, PlacementError
 from engine.planner import Cluster, Machine, PlacementPlan, explain
 from engine.planner.memory import RUNTIME
 from engine.planner.resources import GIB
+from engine.planner.sizes import Workload
 from engine.trainers import auto_placement as auto
 from engine.trainers.resume import run_settings
 from engine.trainers.rl import RLTrainer
@@ -206,8 +208,14 @@ def test_sequences_over_more_ranks_than_heads_allow_name_the_next_best(tmp_path:
 
 
 def test_a_base_that_rollout_shares_fits_a_small_gpu_unquantised(tmp_path: Path) -> None:
+    of = (tmp_path, "Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16})
+    native = {"rollout": {"engine": "native"}}
     with pytest.raises(PlacementError, match=r"or set model\.lora\.quantize=nf4"):
-        planned(tmp_path, "Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16})
+        planned(*of, **native)
+    with mock.patch.object(auto.planner, "Workload", partial(Workload, shares_base=True)):
+        chosen = planned(*of, **native).chosen
+    assert chosen.memory.rollout == 0
+    assert chosen.candidate.activation_checkpointing
 
 
 def gpu_run(
