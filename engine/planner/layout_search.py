@@ -109,15 +109,18 @@ def _options(
     the smallest don't fit, they stand for all.
     """
 
-    works = [work, *_smaller_rollouts(work, allocation, fixed)]
-
     def of(tokens: int, offload: tuple[bool, bool], recompute: bool) -> PricedCandidate:
         options = (*offload, recompute, fixed.sequence_parallel)
         candidate = Candidate(layout, rollout_tp, tokens, *options)
-        tried = [PricedCandidate(work, candidate, allocation)]
-        while tried[-1].rollout_excess > 0 and len(tried) < len(works):
-            tried.append(PricedCandidate(works[len(tried)], candidate, allocation))
-        return min(tried, key=lambda priced: max(0.0, priced.rollout_excess))
+        best = PricedCandidate(work, candidate, allocation)
+        without_cache = best.memory.sampling - best.memory.cache
+        if best.rollout_excess > 0 and without_cache < usable_bytes(allocation.memory):
+            for smaller in _smaller_rollouts(work, allocation, fixed):
+                other = PricedCandidate(smaller, candidate, allocation)
+                best = min(best, other, key=lambda priced: max(0.0, priced.rollout_excess))
+                if best.rollout_excess <= 0:
+                    break
+        return best
 
     budgets = _budgets(work, layout, fixed)
     recompute_set = fixed.activation_checkpointing
