@@ -114,7 +114,7 @@ class UpdateConfig(Section):
     ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
     ppo_epochs: int = Field(1, ge=1, description="Passes over each step's batch")
     max_tokens_per_micro_batch: int = Field(16384, ge=64)
-    """Tokens of one forward and backward pass"""
+    """Tokens of one forward and backward pass; on a GPU fewer where 16384 need too much memory"""
 
 
 class ActorConfig(UpdateConfig):

@@ -33,8 +33,9 @@ class ParallelConfig(Section):
     offload_params: bool = Field(False, description="Keep weights in CPU memory between uses")
     offload_optimizer: bool = False
     """Keep the optimizer's moments in CPU memory between updates"""
-    activation_checkpointing: bool = False
-    """Keep layers' inputs only and recompute the rest in backward"""
+    activation_checkpointing: bool | None = None
+    """Keep layers' inputs only and recompute the rest in backward; null: no, and RL on a GPU does
+    where its memory would be too small"""
 
 
 class PoolConfig(Section):

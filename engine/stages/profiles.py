@@ -237,7 +237,8 @@ def rl_estimate(config: PipelineConfig, profile: Profile) -> Iterator[str]:
         except ConfigError as error:
             yield f"estimate  none: {error}"
             return
-    estimate = auto_placement.step_estimate(work, auto_placement.rl_candidate(rl), *machines)
+    candidate, fixed = auto_placement.rl_candidate(rl), auto_placement.fixed_settings(rl)
+    estimate = auto_placement.step_estimate(work, candidate, *machines, fixed)
     hours = steps * estimate.seconds / 3600
     yield f"estimate  of RL on {ranks} × {profile.accelerator or 'CPU'}, every row at its longest"
     yield from estimate.lines
@@ -340,8 +341,9 @@ def _rl_on_gpus(rl: RLConfig, profile: Profile) -> RLConfig:
             "rollout processes need GPUs of their own (rl.trainer.pools)"
         )
         return rl
-    if parallel == ONE_RANK:
-        rl = changed(rl, "actor.parallel", profile.layout)
+    if parallel == ONE_RANK:  # what fits is chosen where the GPUs are
+        layout = profile.parallel or changed(profile.layout, "activation_checkpointing", None)
+        rl = changed(rl, "actor.parallel", layout)
     _check_size("rl.actor.parallel", rl.actor.parallel, profile)
     return rl if rl.trainer.pools else changed(rl, "trainer.pools", _pools(rl, profile))
 

@@ -140,6 +140,9 @@ def test_ppo_of_the_quickstart_is_gae_with_verls_defaults() -> None:
     )
     assert (rl.critic.optim.lr, rl.critic.ppo_epochs) == (1e-5, 1)
     assert not rl.actor.use_kl_loss
+    assert rl.actor.parallel.activation_checkpointing, "verl's enable_gradient_checkpointing"
+    assert rl.critic.parallel is not None
+    assert rl.critic.parallel.activation_checkpointing
     assert rl.critic.model_path == "Qwen/Qwen2.5-0.5B-Instruct"
     assert rl.actor.parallel.fsdp == 1
 
