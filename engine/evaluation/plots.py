@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -26,12 +27,13 @@ BEFORE_COLOUR = "#a3adbd"
 AFTER_COLOUR = "#2f5fd0"
 _TEXT = "#3b4352"
 _FAINT = "#e6e9ef"
-_LINE_COLOURS = ("#2f5fd0", "#c2571a", "#2b8a5f", "#8a4fbf", "#b0306a", "#5b6472")
+LINE_COLOURS = ("#2f5fd0", "#c2571a", "#2b8a5f", "#8a4fbf", "#b0306a", "#5b6472")
 _LEGEND: dict[str, Any] = {
     "loc": "upper left", "bbox_to_anchor": (0, 1.13), "ncols": 2, "frameon": False,
     "fontsize": 8.5, "labelcolor": _TEXT,
 }  # fmt: skip
 _PATCHES: dict[str, Any] = {"handlelength": 1.1, "handleheight": 0.9, "columnspacing": 1.4}
+FEW = 10  # points of a curve that are not smoothed
 _WIDE, _NARROW = (4.6, 3.0), (3.6, 2.2)  # inches; a phone shows the letters of either at 9 px
 
 
@@ -92,21 +94,34 @@ def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]
 
 def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
     """Draw one picture a metric over training steps, by its name; non-finite values leave a gap."""
-    pictures = {}
-    for number, (name, values) in enumerate(curves.items()):
-        colour = _LINE_COLOURS[number % len(_LINE_COLOURS)]
-        figure = Figure(figsize=_NARROW, facecolor="none")
-        axes = figure.add_subplot()
-        points = np.nan_to_num(values, nan=np.nan, posinf=np.nan, neginf=np.nan)
-        steps = np.arange(1, points.size + 1)
-        axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
-        axes.plot(steps, smoothed(points), color=colour, linewidth=1.8)
-        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        axes.yaxis.set_major_locator(MaxNLocator(4))
-        axes.set_xlabel("step")
-        _plain(axes)
-        pictures[name] = _to_svg(figure, f"curve{number}")
-    return pictures
+    return {
+        name: _curves(f"curve{number}", {"": pd.Series(values, range(1, len(values) + 1))}, number)
+        for number, (name, values) in enumerate(curves.items())
+    }
+
+
+def curves_of_runs(curves: Mapping[str, Mapping[str, pd.Series]]) -> dict[str, str]:
+    """Draw one picture a metric, by its name: the values by step of each run, over each other."""
+    return {
+        name: _curves(f"curve{number}", runs) for number, (name, runs) in enumerate(curves.items())
+    }
+
+
+def _curves(name: str, curves: Mapping[str, pd.Series], colour: int = 0) -> str:
+    """Draw curves, values by step, with their labels, from the colour of this number on."""
+    figure = Figure(figsize=_NARROW, facecolor="none")
+    axes = figure.add_subplot()
+    for number, (label, curve) in enumerate(curves.items(), colour):
+        shade = LINE_COLOURS[number % len(LINE_COLOURS)]
+        points = np.nan_to_num(curve, nan=np.nan, posinf=np.nan, neginf=np.nan)
+        axes.plot(curve.index, points, color=shade, linewidth=0.9, alpha=0.35)
+        bold = smoothed(points) if len(points) > FEW else points
+        axes.plot(curve.index, bold, color=shade, linewidth=1.8, label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.yaxis.set_major_locator(MaxNLocator(4))
+    axes.set_xlabel("step")
+    _plain(axes)
+    return _to_svg(figure, name)
 
 
 def overoptimisation(steps: Overoptimisation) -> str:
@@ -115,8 +130,8 @@ def overoptimisation(steps: Overoptimisation) -> str:
     left = figure.add_subplot()
     right = left.twinx()
     sides = (
-        (left, steps.model_reward, _LINE_COLOURS[1], "reward model (left)"),
-        (right, steps.true_reward, _LINE_COLOURS[0], "true reward (right)"),
+        (left, steps.model_reward, LINE_COLOURS[1], "reward model (left)"),
+        (right, steps.true_reward, LINE_COLOURS[0], "true reward (right)"),
     )
     for axes, values, colour, label in sides:
         axes.scatter(steps.kl, values, s=6, color=colour, alpha=0.3, linewidths=0)
