@@ -1,4 +1,4 @@
-"""`python -m engine.runs list|compare`: the runs that are recorded, and what tells them apart."""
+"""`python -m engine.runs`: the runs that are recorded, or what tells two or more of them apart."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from engine.runs.sources import Curve, list_runs, read_run
 from engine.storage.filesystem import write_text
 from engine.tracking.connection import shorten
 
-STATUS = "exit status: 0 done; 1 something can't be read or written; 2 wrong usage"
 BARS, WIDTH = "▁▂▃▄▅▆▇█", 16  # of a curve in the terminal
 
 
@@ -26,12 +25,12 @@ BARS, WIDTH = "▁▂▃▄▅▆▇█", 16  # of a curve in the terminal
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = _parser()
-    options = parser.parse_args((sys.argv[1:] if arguments is None else arguments) or ["list"])
-    if options.command == "compare" and len(options.run) < 2:
-        parser.error("compare needs two runs or more; `python -m engine.runs list` shows them")
+    options = parser.parse_args(arguments)
+    if len(options.run) == 1:
+        parser.error("name two runs or more to compare, or none to list what there is")
     quiet()
     try:
-        _list(options) if options.command == "list" else _compare(options)
+        _compare(options) if options.run else _list(options)
     except EngineError as error:
         say(f"error: {error}", error=True)
         return 1
@@ -44,7 +43,8 @@ def _list(options: argparse.Namespace) -> None:
         say(json.dumps(runs, indent=2))
     elif runs:
         shown = [{k: "" if v is None else v for k, v in run.items()} for run in runs]
-        table("runs, newest first (UTC)", [s | {"mlflow_run": s["mlflow_run"][:8]} for s in shown])
+        shown = [run | {"mlflow_run": run["mlflow_run"][:8]} for run in shown]
+        table("runs, newest first (times in UTC)", shown)
     else:
         say("no runs in $HYBRIDFLYTE_HOME (or ./outputs) and MLflow; name its --tracking-uri")
 
@@ -86,9 +86,9 @@ def _print(comparison: RunComparison, samples: int) -> None:
 
 def _draw(curves: Sequence[Curve]) -> list[str]:
     """Draw the curves of a metric as `0.1 → 0.6 ▁▃▅█`, on one scale."""
-    drawn, all_values = [], [value for curve in curves for value in curve.values()]
-    low, span = min(all_values, default=0), np.ptp(all_values or [0]) or 1
-    for values in map(list, map(dict.values, curves)):
+    drawn, every_value = [], [value for curve in curves for value in curve.values()]
+    low, span = min(every_value, default=0), np.ptp(every_value or [0]) or 1
+    for values in (list(curve.values()) for curve in curves):
         means = [part.mean() for part in np.array_split(values, min(len(values), WIDTH) or 1)]
         bars = [BARS[round((m - low) / span * (len(BARS) - 1))] for m in means if np.isfinite(m)]
         drawn.append(f"{values[0]:.4g} → {values[-1]:.4g} {''.join(bars)}" if values else "")
@@ -97,30 +97,25 @@ def _draw(curves: Sequence[Curve]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m engine.runs", epilog=STATUS,
-        description="List the runs that are recorded, and compare two or more of them.",
+        prog="python -m engine.runs",
+        description="List the runs in $HYBRIDFLYTE_HOME (or ./outputs) and MLflow; or compare two "
+        "or more with the first: settings that differ, metrics, paired gain with its interval, "
+        "and the held-out problems that only one of two solves.",
+        epilog="exit status: 0; 1 something can't be read or written; 2 wrong usage",
     )  # fmt: skip
-    commands = parser.add_subparsers(dest="command", required=True, metavar="list|compare")
-    what = "list the runs in $HYBRIDFLYTE_HOME (or ./outputs) and in MLflow, newest first"
-    listing = commands.add_parser("list", help=what, description=what, epilog=STATUS)
-    listing.add_argument("--last", type=int, default=20, metavar="N", help="how many (default: 20)")
-    what = (
-        "compare two or more: settings that differ, metrics, paired gain over the first, and the "
-        "held-out problems that only one of two solves"
-    )
-    comparing = commands.add_parser("compare", help=what, description=what, epilog=STATUS)
-    add = comparing.add_argument
-    run = "a name that `list` shows, a folder or s3:// address, an artifact, or an id of MLflow"
-    add("run", nargs="+", metavar="RUN", help=run)
+    add = parser.add_argument
+    run = "a name in the list, a folder or s3:// address, an artifact, or an id of MLflow"
+    add("run", nargs="*", metavar="RUN", help=run)
+    add("--last", type=int, default=20, metavar="N", help="runs to list (default: 20)")
     metric = "metrics to show, e.g. 'actor/*'; may be repeated (default: reward, KL and the like)"
     add("--metric", action="append", metavar="PATTERN", help=metric)
-    add("--samples", type=int, default=3, metavar="N", help="problems of a kind (default: 3)")
-    add("--html", metavar="FILE", help="write a page that needs no network")
+    flips = "problems to print that were fixed, and that were broken (default: 3 of each)"
+    add("--samples", type=int, default=3, metavar="N", help=flips)
+    add("--html", metavar="FILE", help="write the comparison as a page that needs no network")
     add("--dry-run", action="store_true", help="read and compare, and write no page")
-    for command in (listing, comparing):
-        uri = "MLflow's store (default: $MLFLOW_TRACKING_URI, or ./mlflow.db)"
-        command.add_argument("--tracking-uri", default="", metavar="URI", help=uri)
-        command.add_argument("--json", action="store_true", help="print JSON")
+    add("--json", action="store_true", help="print JSON")
+    uri = "MLflow's store (default: $MLFLOW_TRACKING_URI, or ./mlflow.db)"
+    add("--tracking-uri", default="", metavar="URI", help=uri)
     return parser
 
 

@@ -107,15 +107,14 @@ def _of_artifact(place: str) -> RecordedRun:
 
 def _of_folder(place: str) -> RecordedRun:
     """Read what a command line leaves: a checkpoint, metrics.jsonl, and samples of rollouts."""
-    markers = sorted(Path(place).glob("checkpoints*/step_*/COMPLETE"), key=os.path.getmtime)
-    states = [s for marker in markers[-1:] for s in _read_json(f"{marker.parent}/state.json")]
-    state = states[0]["values"] if states else {}
+    states = (_read_json(f"{path.parent}/state.json") for path in _markers(Path(place))[-1:])
+    state = next((values[0]["values"] for values in states if values), {})
     metrics = _read_json(f"{place}/{FILE}") or state.get("history", [])
     answers, asked = _last_validation(SampleFolder(f"{place}/{FOLDER}"))
     if not (state or metrics or asked):
         raise DataError(
             f"{place} is no run: it has no {SUMMARY}, {MANIFEST}, checkpoints, {FILE} or {FOLDER}; "
-            "give what `python -m engine.runs list` shows, an artifact, or an MLflow id"
+            "give what `python -m engine.runs` shows, an artifact, or an MLflow id"
         )
     settings = state.get("settings", {}) | {"model": state.get("policy", {}).get("model", "")}
     name, texts = "/".join(place.split("/")[-2:]), parameters(settings)
@@ -190,7 +189,7 @@ def _read_json(address: str) -> list[dict[str, Any]]:
 def list_runs(uri: str = "", last: int = 20) -> list[dict[str, Any]]:
     """Return the newest runs of this machine's folders and of MLflow, each once.
 
-    Each has `run` (as `read_run` takes it), `started` (UTC), `state`, `steps`, the last `reward`
+    Each has `run` (as `read_run` takes it), `updated` (UTC), `state`, `steps`, the last `reward`
     and `validation`, `gain` (of pass@1, a fraction) and `mlflow_run`; None for what is not known.
     uri: of MLflow's store; empty: this machine's, if it has one.
     """
@@ -199,11 +198,11 @@ def list_runs(uri: str = "", last: int = 20) -> list[dict[str, Any]]:
     with suppress(*[] if uri else [TrackingError]):  # nothing was tracked on this machine
         tracker = open_registry(uri)
     for run in _mlflow_runs(tracker, last) if tracker is not None else ():
-        found, metrics = run.info.run_id, run.data.metrics
-        row = rows.setdefault(found, _row(found, run.info.start_time / 1000, metrics))
-        row |= {key: metrics[name] for key, name in LISTED.items() if name in metrics}
-        row |= {"state": run.info.status.lower(), "mlflow_run": found}
-    return sorted(rows.values(), key=lambda row: row["started"], reverse=True)[:last]
+        found, updated = run.info.run_id, (run.info.end_time or run.info.start_time) / 1000
+        row = rows.setdefault(found, _row(found, updated, {}, found))
+        row |= {k: run.data.metrics.get(name, row[k]) for k, name in LISTED.items()}
+        row["state"] = run.info.status.lower()
+    return sorted(rows.values(), key=lambda row: row["updated"], reverse=True)[:last]
 
 
 def _mlflow_runs(tracker: Tracker, last: int) -> list[Run]:
@@ -216,21 +215,25 @@ def _mlflow_runs(tracker: Tracker, last: int) -> list[Run]:
 
 
 def _folders() -> Iterator[dict[str, Any]]:
-    for folder in (*home().glob("runs/*/"), *home().glob("checkpoints/*/*/")):
-        summaries, rows = _read_json(f"{folder}/{SUMMARY}"), _read_json(f"{folder}/{FILE}")
-        names = [path.parent.name for path in folder.glob("checkpoints*/step_*/COMPLETE")]
-        steps = [int(re.findall(r"\d+", name)[0]) for name in names] + [r["step"] for r in rows]
-        if summaries or steps or (folder / FOLDER).is_dir():
-            name = str(folder.relative_to(home())).partition("/")[2]
-            metrics = {key: value for row in [*summaries, *rows] for key, value in row.items()}
-            row = _row(name, folder.stat().st_mtime, metrics) | {"steps": max(steps, default=None)}
-            known = [path.read_text() for path in folder.glob("checkpoints*/mlflow_run")]
-            known += [summary["mlflow"]["run_id"] for summary in summaries if "mlflow" in summary]
-            state = "finished" if summaries else ""
-            yield row | {"state": state, "mlflow_run": "".join(known[-1:])}
+    for folder in home().glob("runs/*/"):
+        for summary in _read_json(f"{folder}/{SUMMARY}"):
+            run_id = summary.get("mlflow", {}).get("run_id", "")
+            yield _row(folder.name, folder.stat().st_mtime, summary, run_id) | {"state": "finished"}
+    for folder in home().glob("checkpoints/*/*/"):
+        markers = [marker for path in _markers(folder)[-1:] for marker in _read_json(str(path))]
+        if markers or (folder / FOLDER).is_dir():
+            run_id = "".join(path.read_text() for path in folder.glob("checkpoints/mlflow_run"))
+            metrics, steps = (markers[0][key] if markers else None for key in ("metrics", "step"))
+            row = _row("/".join(folder.parts[-2:]), folder.stat().st_mtime, metrics or {}, run_id)
+            yield row | {"steps": steps}
 
 
-def _row(run: str, started: float, metrics: Mapping[str, Any]) -> dict[str, Any]:
-    when = f"{datetime.fromtimestamp(started, UTC):%Y-%m-%d %H:%M}"
-    numbers = {key: metrics.get(name) for key, name in LISTED.items()}
-    return {"run": run, "started": when, "state": "", "steps": None, **numbers, "mlflow_run": ""}
+def _row(run: str, updated: float, metrics: Mapping[str, Any], run_id: str) -> dict[str, Any]:
+    when = f"{datetime.fromtimestamp(updated, UTC):%Y-%m-%d %H:%M}"
+    row = {"run": run, "updated": when, "state": "", "steps": None, "mlflow_run": run_id}
+    return row | {key: metrics.get(name) for key, name in LISTED.items()}
+
+
+def _markers(folder: Path) -> list[Path]:
+    """Return the markers of a command line's complete checkpoints, oldest first."""
+    return sorted(folder.glob("checkpoints*/step_*/COMPLETE"), key=os.path.getmtime)

@@ -20,6 +20,7 @@ from engine.config import DataConfig, EvaluateConfig
 from engine.errors import DataError, TrackingError
 from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.metrics import paired_interval
+from engine.evaluation.policy_steps import SCORE
 from engine.evaluation.results import Judged, build_rows
 from engine.runs.__main__ import main
 from engine.runs.comparison import PairedGain, compare
@@ -118,16 +119,20 @@ def test_both_are_listed_once(home: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (fast["state"], fast["steps"], fast["mlflow_run"]) == (
         "finished", 2, mlflow_id(home, "fast"),
     )  # fmt: skip
-    assert fast["reward"] == read_run("p/fast").metrics["reward/mean"][2]
+    metrics = read_run("p/fast").metrics
+    assert (fast["reward"], fast["validation"]) == (metrics["reward/mean"][2], metrics[SCORE][2])
     assert len(list_runs(last=1)) == 1
-    assert main(["list", "--json"]) == 0
+    assert main(["--json"]) == 0
     assert {row["run"] for row in json.loads(capsys.readouterr().out)} == set(rows)
     assert main([]) == 0
     assert "p/slow" in capsys.readouterr().out
 
 
 def test_runs_of_mlflow_alone_are_listed_by_their_ids(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path))
     ids = {mlflow_id(home, name) for name in ("slow", "fast")}
@@ -136,12 +141,18 @@ def test_runs_of_mlflow_alone_are_listed_by_their_ids(
         list_runs("sqlite:////nowhere/mlflow.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////nowhere/mlflow.db")
     assert list_runs() == []
+    assert main([]) == 0
+    assert "no runs in $HYBRIDFLYTE_HOME" in capsys.readouterr().out
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(home))
+    untracked = {row["run"]: (row["steps"], row["validation"]) for row in list_runs()}
+    score = {name: read_run(name).metrics[SCORE][2] for name in ("p/slow", "p/fast")}
+    assert untracked == {name: (2, score[name]) for name in score}
 
 
 def test_two_runs_differ_in_one_setting_and_in_what_flipped(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compare", "p/slow", "p/fast", "--json"]) == 0
+    assert main(["p/slow", "p/fast", "--json"]) == 0
     compared = json.loads(capsys.readouterr().out)
     assert compared["settings"] == {"rl.actor.optim.lr": ["1e-05", "0.05"]}
     slow, fast = (validation(home, name) for name in ("slow", "fast"))
@@ -160,7 +171,7 @@ def test_two_runs_differ_in_one_setting_and_in_what_flipped(
 
 
 def test_the_terminal_shows_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["compare", "p/slow", "p/fast", "p/slow", "--metric", "actor/*", "--samples", "1"]
+    words = ["p/slow", "p/fast", "p/slow", "--metric", "actor/*", "--samples", "1"]
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "p/slow (2)" in out, "the same run twice has two columns"
@@ -176,7 +187,7 @@ def test_a_page_is_written_unless_it_is_a_dry_run(
     home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "runs.html"
-    words = ["compare", "p/slow", "p/fast", "--html", str(page)]
+    words = ["p/slow", "p/fast", "--html", str(page)]
     assert main([*words, "--dry-run"]) == 0
     assert "is not written" in capsys.readouterr().err
     assert not page.exists()
@@ -195,8 +206,7 @@ def test_the_commands_of_the_page_run(home: Path, tmp_path: Path) -> None:
     names = ["p/slow", "p/fast"]
     for command in commands:
         words = shlex.split(command, comments=True)
-        if words[:1] == ["compare"]:
-            words[1:3] = names
+        words[:2] = names if words else []
         assert main([w.replace("runs.html", str(tmp_path / "runs.html")) for w in words]) == 0
     assert (tmp_path / "runs.html").is_file()
 
@@ -205,7 +215,7 @@ def test_the_commands_of_the_page_run(home: Path, tmp_path: Path) -> None:
 @pytest.mark.skipif(find_chromium() is None, reason="no browser: `apt-get install chromium`")
 def test_a_phone_shows_the_page_without_scrolling_it_sideways(home: Path, tmp_path: Path) -> None:
     path = tmp_path / "runs.html"
-    assert main(["compare", "p/slow", "p/fast", "--html", str(path)]) == 0
+    assert main(["p/slow", "p/fast", "--html", str(path)]) == 0
     program = find_chromium()
     assert program is not None
     with browser(program) as page:
@@ -223,9 +233,9 @@ def test_a_phone_shows_the_page_without_scrolling_it_sideways(home: Path, tmp_pa
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compare", "p/slow", "p/none"], "p/none is no run: it has no summary.json"),
-        (["compare", "p/slow", "p/fast", "--metric", "x*"], "no run has a metric x*; they have"),
-        (["compare", "p/slow", "0" * 32], "0000000000000000"),
+        (["p/slow", "p/none"], "p/none is no run: it has no summary.json"),
+        (["p/slow", "p/fast", "--metric", "x*"], "no run has a metric x*; they have"),
+        (["p/slow", "0" * 32], "0000000000000000"),
     ],
 )
 def test_a_fault_is_one_sentence(
@@ -240,8 +250,8 @@ def test_a_fault_is_one_sentence(
 
 def test_one_run_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["compare", "p/slow"])
-    assert "compare needs two runs or more" in capsys.readouterr().err
+        main(["p/slow"])
+    assert "name two runs or more" in capsys.readouterr().err
 
 
 PROMPTS = [f"what is {i} + 0?" for i in range(8)]
@@ -327,7 +337,7 @@ def test_a_workflow_is_read_by_its_summary(
         (tmp_path / "runs" / name / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     (tmp_path / "runs" / "w3").mkdir()
     (tmp_path / "runs" / "w3" / "summary.json").write_text('{"skipped": "no new data"}')
-    assert main(["compare", "w1", "w2"]) == 0
+    assert main(["w1", "w2"]) == 0
     assert "w2 over w1: 25.0% → 50.0%" in capsys.readouterr().out
     listed = {row["run"]: (row["state"], row["gain"]) for row in list_runs()}
     assert listed == {"w1": ("finished", 0.1), "w2": ("finished", 0.2), "w3": ("finished", None)}
