@@ -16,6 +16,7 @@ from engine.evaluation.comparability import incomparable
 from engine.evaluation.metrics import Interval, mean_interval, paired_interval
 from engine.lineage.compare import ABSENT
 from engine.runs.sources import Curve, RecordedRun
+from engine.samples.sample_files import VALIDATION
 
 SHOWN = (
     "reward/mean", "validation/reward", "validation/correct", "actor/kl", "actor/entropy",
@@ -33,16 +34,17 @@ class PairedGain:
     after: Interval
     gain: Interval  # after − before, paired
     problems: int
+    asked: str  # "evaluation" or "validation"
     fixed: list[dict[Hashable, str]]  # what this run alone solves: the problem, both completions
     broken: list[dict[Hashable, str]]  # what the first alone solves
     note: str  # what the two don't share; empty: nothing
 
     def sentence(self) -> str:
-        """E.g. `40.0% → 55.0%, +15.0 percentage points [+3.0, +27.0] on 60 problems; …`."""
+        """E.g. `40.0% → 55.0%, +15.0 percentage points [+3.0, +27.0] on 60 problems of the …`."""
         rates = f"{self.before.mean:.1%} → {self.after.mean:.1%}, {points(self.gain)}"
         counts = f"{len(self.fixed)} fixed, {len(self.broken)} broken"
         note = f"; not alike: {self.note}" if self.note else ""
-        return f"{rates} on {self.problems} problems; {counts}{note}"
+        return f"{rates} on {self.problems} problems of the {self.asked}; {counts}{note}"
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,13 @@ def _pair(first: RecordedRun, other: RecordedRun) -> PairedGain | str:
         if not run.asked:
             return f"{run.name} has neither an evaluation nor a sample of a validation"
     both = f"{first.name} has the {first.asked}, {other.name} the {other.asked}"
-    if first.asked.split()[0] != other.asked.split()[0]:
+    (asked, *_), (kind, *_) = first.asked.split(), other.asked.split()
+    if asked != kind:
         return f"{both}; evaluate both alike"
     rows = first.answers.join(other.answers, how="inner", lsuffix="_before", rsuffix="_after")
     if rows.empty:
         return f"{both}, which have no problem in common"
-    notes = [both] if "validation" in both and first.asked != other.asked else []
+    notes = [both] if asked == VALIDATION and first.asked != other.asked else []
     if first.evaluation and other.evaluation:
         notes += incomparable(first.evaluation, other.evaluation)
     if len(rows) < max(len(first.answers), len(other.answers)):
@@ -112,5 +115,6 @@ def _pair(first: RecordedRun, other: RecordedRun) -> PairedGain | str:
     fixed, broken = (texts[mask].to_dict("records") for mask in (~was & now, was & ~now))
     return PairedGain(
         mean_interval(before, CONFIDENCE), mean_interval(after, CONFIDENCE),
-        paired_interval(before, after, CONFIDENCE), len(rows), fixed, broken, ", ".join(notes),
+        paired_interval(before, after, CONFIDENCE), len(rows), asked, fixed, broken,
+        ", ".join(notes),
     )  # fmt: skip

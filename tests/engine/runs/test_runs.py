@@ -27,6 +27,7 @@ from engine.runs.comparison import PairedGain, compare
 from engine.runs.sources import RecordedRun, list_runs, read_run
 from engine.samples.sample_files import SampleFolder, SampleName
 from engine.storage.artifacts import Draft, publish, read_manifest, staging
+from engine.tracking import Tracker
 
 ROOT = Path(__file__).parents[3]
 REWARD = """
@@ -149,6 +150,25 @@ def test_runs_of_mlflow_alone_are_listed_by_their_ids(
     assert untracked == {name: (2, score[name]) for name in score}
 
 
+def test_a_pipeline_of_mlflow_is_one_run_with_the_metrics_of_its_training(
+    tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path))
+    uri = f"sqlite:///{shutil.copy(mlflow_store, tmp_path / 'mlflow.db')}"
+    tracker = Tracker(uri, "pipelines")
+    pipeline = tracker.start_pipeline("rlhf-1", {"rl": {"lr": 0.1, "on": True}, "seed": 3})
+    for kind, value in (("sft", 9.0), ("rl", 0.5), ("evaluation", 7.0)):
+        with tracker.stage(kind, pipeline) as stage:
+            stage.log_metrics({"reward/mean": value}, 4)
+    tracker.finish_pipeline(pipeline, metrics={"gain": 0.25})
+    run = read_run(pipeline, uri)
+    assert run.settings == {"rl.lr": "0.1", "rl.on": "True", "seed": "3"}
+    assert run.metrics == {"reward/mean": {4: 0.5}}
+    assert (run.name, run.asked) == ("rlhf-1", "")
+    (row,) = list_runs(uri)
+    assert (row["run"], row["state"], row["gain"]) == (pipeline, "finished", 0.25)
+
+
 def test_two_runs_differ_in_one_setting_and_in_what_flipped(
     home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,7 +274,8 @@ def test_one_run_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert "name two runs or more" in capsys.readouterr().err
 
 
-PROMPTS = [f"what is {i} + 0?" for i in range(8)]
+TRUTHS = [*map(str, range(7)), "6"]  # the last problem is there twice
+PROMPTS = [f"what is {truth} + 0?" for truth in TRUTHS]
 
 
 def evaluated(number: int, right: str, **changed: Any) -> Path:
@@ -271,7 +292,7 @@ def evaluated(number: int, right: str, **changed: Any) -> Path:
     )
     problems = pd.DataFrame(
         {"dataset": "test", "index": range(8), "data_source": "sums", "level": "",
-         "prompt": PROMPTS, "ground_truth": [str(i) for i in range(8)]}
+         "prompt": PROMPTS, "ground_truth": TRUTHS}
     )  # fmt: skip
     answers = [
         Judged(
@@ -317,7 +338,7 @@ def test_evaluations_are_paired_problem_by_problem(artifacts: tuple[Path, Path])
         list(map(int, "11000000")), list(map(int, "10111000")), 0.95
     )
     assert "25.0% → 50.0%, +25.0 percentage points [" in pair.sentence()
-    assert pair.sentence().endswith("on 8 problems; 3 fixed, 1 broken")
+    assert pair.sentence().endswith("on 8 problems of the evaluation; 3 fixed, 1 broken")
 
 
 def test_a_model_is_read_with_its_newest_evaluation(artifacts: tuple[Path, Path]) -> None:
