@@ -9,11 +9,11 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -92,36 +92,27 @@ def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]
     return _to_svg(figure, "lengths")
 
 
-def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
-    """Draw one picture a metric over training steps, by its name; non-finite values leave a gap."""
-    return {
-        name: _curves(f"curve{number}", {"": pd.Series(values, range(1, len(values) + 1))}, number)
-        for number, (name, values) in enumerate(curves.items())
-    }
+def curves(metrics: Mapping[str, Mapping[str, Mapping[int, float]]]) -> dict[str, str]:
+    """Draw one picture a metric, by its name: the values by step of each run, over each other.
 
-
-def curves_of_runs(curves: Mapping[str, Mapping[str, pd.Series]]) -> dict[str, str]:
-    """Draw one picture a metric, by its name: the values by step of each run, over each other."""
-    return {
-        name: _curves(f"curve{number}", runs) for number, (name, runs) in enumerate(curves.items())
-    }
-
-
-def _curves(name: str, curves: Mapping[str, pd.Series], colour: int = 0) -> str:
-    """Draw curves, values by step, with their labels, from the colour of this number on."""
-    figure = Figure(figsize=_NARROW, facecolor="none")
-    axes = figure.add_subplot()
-    for number, (label, curve) in enumerate(curves.items(), colour):
-        shade = LINE_COLOURS[number % len(LINE_COLOURS)]
-        points = np.nan_to_num(curve, nan=np.nan, posinf=np.nan, neginf=np.nan)
-        axes.plot(curve.index, points, color=shade, linewidth=0.9, alpha=0.35)
-        bold = smoothed(points) if len(points) > FEW else points
-        axes.plot(curve.index, bold, color=shade, linewidth=1.8, label=label)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.yaxis.set_major_locator(MaxNLocator(4))
-    axes.set_xlabel("step")
-    _plain(axes)
-    return _to_svg(figure, name)
+    Non-finite values leave a gap; of many values the bold line is the moving mean.
+    """
+    pictures = {}
+    for number, (name, runs) in enumerate(metrics.items()):
+        figure = Figure(figsize=_NARROW, facecolor="none")
+        axes = figure.add_subplot()
+        for values, colour in zip(runs.values(), cycle(LINE_COLOURS)):
+            steps = list(values)
+            points = np.nan_to_num([*values.values()], nan=np.nan, posinf=np.nan, neginf=np.nan)
+            axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
+            bold = smoothed(points) if len(points) > FEW else points
+            axes.plot(steps, bold, color=colour, linewidth=1.8)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(4))
+        axes.set_xlabel("step")
+        _plain(axes)
+        pictures[name] = _to_svg(figure, f"curve{number}")
+    return pictures
 
 
 def overoptimisation(steps: Overoptimisation) -> str:

@@ -6,8 +6,6 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-import pandas as pd
-
 from engine import html_templates
 from engine.console import points
 from engine.errors import DataError
@@ -58,13 +56,10 @@ class RunComparison:
 
     def as_page(self) -> str:
         """Return an HTML page that needs nothing else, in the report's style."""
-        lines = {
-            metric: {n: pd.Series(c) for n, c in zip(self.runs, curves, strict=True) if c}
-            for metric, curves in self.curves.items()
-        }
+        lines = {k: dict(zip(self.runs, v, strict=True)) for k, v in self.curves.items()}
         return _TEMPLATES.get_template("runs.html.j2").render(
             comparison=self, css=html_templates.stylesheet(), colours=plots.LINE_COLOURS,
-            curves=plots.curves_of_runs(lines), first=next(iter(self.runs)),
+            curves=plots.curves(lines), first=next(iter(self.runs)),
         )  # fmt: skip
 
 

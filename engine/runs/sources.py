@@ -90,7 +90,8 @@ def _of_artifact(place: str) -> RecordedRun:
     evaluations = sorted(evaluations, key=lambda node: str(node.created_at))[-1:]
     above = [edge for node in evaluations for edge in graph.parents(node.key)]
     policy = next((graph.nodes[edge.parent] for edge in above if edge.name == "policy"), start)
-    settings: dict[str, object] = {"code": policy.manifest.code_version if policy.manifest else ""}
+    code = policy.manifest.code_version if policy.manifest else ""
+    settings: dict[str, object] = {"code": re.sub("([0-9a-f]{10})[0-9a-f]{30}", r"\1", code)}
     for node in (*evaluations, policy, *graph.ancestors(policy.key)):
         settings = {**flatten(node.draft.config), **settings}
         settings |= {node.kind: node.digest[:12]} if node.kind in ("source", "dataset") else {}
@@ -108,7 +109,7 @@ def _of_artifact(place: str) -> RecordedRun:
 def _of_folder(place: str) -> RecordedRun:
     """Read what a command line leaves: a checkpoint, metrics.jsonl, and samples of rollouts."""
     states = (_read_json(f"{path.parent}/state.json") for path in _markers(Path(place))[-1:])
-    state = next((values[0]["values"] for values in states if values), {})
+    state: dict[str, Any] = next((values[0]["values"] for values in states if values), {})
     metrics = _read_json(f"{place}/{FILE}") or state.get("history", [])
     answers, asked = _last_validation(SampleFolder(f"{place}/{FOLDER}"))
     if not (state or metrics or asked):
