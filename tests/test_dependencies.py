@@ -173,8 +173,8 @@ def test_the_hybrid_actor_is_above_its_parts_and_below_the_controller() -> None:
 ABOVE = {
     "checkpoint": ("errors", "storage"),
     "planner": ("errors", "parallel", "controller.placement", "controller.launch"),
-    "storage": ("errors", "console", "redaction"),
-    "tracking": ("errors", "redaction", "storage"),
+    "storage": ("errors", "console", "redaction", "worker_process"),
+    "tracking": ("errors", "console", "redaction", "storage", "worker_process"),
     "lineage": ("errors", "redaction", "storage", "tracking", "checkpoint", "html_templates"),
     "samples": ("batch", "errors", "html_templates", "storage.filesystem"),
     "promotion": (

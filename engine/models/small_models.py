@@ -34,12 +34,12 @@ from transformers import (
 )
 
 from engine.errors import ModelError, StorageError
-from engine.models.loading import require_model_folder, save_model, with_model_lock
+from engine.models.loading import model_lock, require_model_folder, save_model
 from engine.storage.digests import hash_file
 from engine.storage.filesystem import fsync, fsync_tree, writing
 
 
-@with_model_lock
+@model_lock()
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Make a new model of `model`'s decoder layers `layers`, in order, e.g. `(0, 2)` of three.
 

@@ -336,7 +336,7 @@ def champion_evaluation(
     from engine.evaluation.scoring import evaluate_model  # torch takes seconds
 
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        model = tracker.download_model(champion.name, champion.version, Path(folder) / "champion")
+        model = tracker.download_model(champion, Path(folder) / "champion")
         rows = evaluate_model(
             model, read_problems(new.dataset), "champion", new.evaluate, seed=new.seed,
             max_response_length=new.data.max_response_length,

@@ -55,6 +55,11 @@ class Completion:
     routed_experts: Tensor | None = None  # int16 [prompt + completion − 1, layers · k]: the experts
     # that each token but the last was given to, where they are recorded
 
+    @property
+    def versions(self) -> list[int]:
+        """Policy version of each token."""
+        return self.token_versions or [self.policy_version] * len(self.token_ids)
+
 
 class RolloutEngine(Protocol):
     """Tokens in, completions out.

@@ -17,7 +17,7 @@ from engine.samples.viewer import page_of
 from engine.storage.filesystem import is_remote, write_text
 
 
-@command_line
+@command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m engine.samples",
@@ -37,15 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="serve it at http://127.0.0.1:PORT/ (8266), made again at each visit",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    try:
-        folder = find_samples(options.folder)
-        if options.serve is not None:
-            _serve(folder, options.serve)
-        else:
-            say(display_path(_write(folder, options.html)))
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return 1
+    folder = find_samples(options.folder)
+    if options.serve is not None:
+        _serve(folder, options.serve)
+    else:
+        say(display_path(_write(folder, options.html)))
     return 0
 
 

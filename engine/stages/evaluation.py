@@ -141,12 +141,12 @@ def evaluation_metrics(sets: Sequence[summary.EvaluatedSet]) -> dict[str, float]
 
 
 def evaluate_part(
+    part: int,
     run: RunContext,
     settings: EvaluationSettings,
     dataset: Artifact,
     warm_start: Artifact,
     policy: Artifact,
-    part: int,
 ) -> pd.DataFrame:
     """Return both models' rows of one share of the problems, `part` of `config.map_parts`.
 

@@ -142,7 +142,15 @@ def run_folder(run: RunContext, name: str = "") -> Path:
 
 def show_facts(tab: str, facts: Mapping[str, object]) -> None:
     """Show a tab with a table of two columns; numbers with four digits, no credentials."""
-    host().show(tab, facts_html(facts))
+
+    def text(value: object) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else redact(str(value))
+
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(text(value))}</td></tr>"
+        for name, value in facts.items()
+    )
+    host().show(tab, f'<table cellpadding="4">{rows}</table>')
 
 
 def show_run(
@@ -159,19 +167,6 @@ def show_run(
         "layout": config.rl.actor.parallel.model_dump_json(exclude_defaults=True),
     }
     show_facts("Run", facts | more)
-
-
-def facts_html(facts: Mapping[str, object]) -> str:
-    """Return a table of two columns, as HTML that shows texts as they are."""
-
-    def text(value: object) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else redact(str(value))
-
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(text(value))}</td></tr>"
-        for name, value in facts.items()
-    )
-    return f'<table cellpadding="4">{rows}</table>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,11 +361,13 @@ def record_failure(
     cached results stay, so that the next run resumes.
 
     An `execution` on a cluster is recorded even where it failed before its run was opened; without
-    one there is something to record only for a `run`. A failure to record is printed, not raised:
-    that would hide the cause.
+    one there is something to record only for a `run`, and for a dry run never. A failure to record
+    is printed, not raised: that would hide the cause.
     """
     from engine.tracking import Tracker
 
+    if is_dry_run():
+        return
     try:
         tracker = Tracker(experiment=config.tracking.experiment)
         if execution:

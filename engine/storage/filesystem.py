@@ -7,6 +7,7 @@ retries: s3fs's and botocore's own retries are off, because they multiply. Writi
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from typing import Any, TypedDict, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import known_implementations
 
 from engine.errors import ConfigError, EngineError, ModelError, StorageError
 
@@ -211,6 +213,25 @@ def pin_revision(path: str, setting: str = "model.path") -> str:
     return f"{name}@{Path(file).parent.name}"
 
 
+def hub_folder(hub_id: str, setting: str = "model.path") -> Path:
+    """Fetch a model into the hub's cache; return its folder there, or raise ModelError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    name, revision = split_revision(hub_id)
+    files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=files, etag_timeout=SECONDS
+        )
+    except (OSError, ValueError, HTTPError) as error:
+        raise ModelError(
+            f"{setting}={hub_id!r} is no folder here and can't be downloaded from the hub "
+            f"({loading_error(error)}); check the name and the network, or give a folder"
+        ) from error
+    return Path(folder)
+
+
 def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None:
     """Raise ModelError for a model whose folder brings Python code of its own (`auto_map`)."""
     from huggingface_hub import hf_hub_download
@@ -244,6 +265,7 @@ def loading_error(error: Exception) -> str:
 T = TypeVar("T")
 
 S3_SCHEMES = ("s3://", "s3a://")
+OTHER_CLOUDS = ("abfs", "abfss", "az", "gcs", "gs")
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FLYTE_AWS_ENDPOINT")  # the first wins
 CHECK_S3 = (
     "check the address, the endpoint (AWS_ENDPOINT_URL) and the credentials (AWS_ACCESS_KEY_ID, "
@@ -305,20 +327,24 @@ class Files:
         text = os.fspath(uri)
         text = text if "://" in text else str(Path(text).expanduser().absolute())
         self.is_s3 = text.startswith(S3_SCHEMES)
-        if self.is_s3:
+        scheme = text.partition("://")[0]
+        if scheme in OTHER_CLOUDS or self.is_s3:
             # fsspec's registry may name another driver: Flyte 2 puts obstore's there.
-            from s3fs import S3FileSystem
-
-            config = {
-                "connect_timeout": timeouts.connect,
-                "read_timeout": timeouts.read,
-                "retries": {"mode": "standard", "total_max_attempts": 1},
-            }
-            self.fs = S3FileSystem(**s3_credentials(), config_kwargs=config)
-            path = self.fs._strip_protocol(text)
-            self.fs.retries = 1
+            module, _, name = known_implementations[scheme]["class"].rpartition(".")
+            driver = getattr(importlib.import_module(module), name)
+            options = driver._get_kwargs_from_urls(text)
+            if self.is_s3:
+                config = {
+                    "connect_timeout": timeouts.connect,
+                    "read_timeout": timeouts.read,
+                    "retries": {"mode": "standard", "total_max_attempts": 1},
+                }
+                options = {**s3_credentials(), "config_kwargs": config}
+            self.fs, path = driver(**options), driver._strip_protocol(text)
         else:
             self.fs, path = fsspec.core.url_to_fs(text)
+        if self.is_s3:
+            self.fs.retries = 1
         self.uri, self.path = text.rstrip("/"), str(path).rstrip("/")
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.timeouts = timeouts

@@ -12,7 +12,6 @@ import importlib.util
 import json
 import logging
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from engine.errors import ConfigError, PreemptedError, TrackingError
 from engine.redaction import redact_values
-from engine.storage.filesystem import write_atomically, writing
+from engine.storage.filesystem import error_text, write_atomically, writing
+from engine.worker_process import on_daemon_thread
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -185,7 +185,7 @@ class WandbLog:
             )
         except wandb.Error as error:
             raise TrackingError(
-                f"no run can be started at Weights & Biases: {str(error).splitlines()[0]}; set "
+                f"no run can be started at Weights & Biases: {error_text(error)}; set "
                 "WANDB_API_KEY, or WANDB_MODE=offline, or leave the logger wandb out"
             ) from error
         self.folder = Path(self._run.dir).parent  # what `wandb sync` takes
@@ -202,9 +202,8 @@ class WandbLog:
             if offline:
                 wandb.teardown()  # its helper process writes the file's end
 
-        thread = threading.Thread(target=end, daemon=True)
-        thread.start()
-        thread.join(FINISH_SECONDS)
-        if thread.is_alive():
+        try:
+            on_daemon_thread(end).result(FINISH_SECONDS)
+        except TimeoutError:
             warning = "Weights & Biases lacks the last metrics after %g s: run `wandb sync %s`"
             _log.warning(warning, FINISH_SECONDS, self.folder)

@@ -151,19 +151,14 @@ class ModelRegistry(Connection):
         with self.translated("move an alias"):
             self.client.set_registered_model_alias(model_name, alias, version)
 
-    def download_model(
-        self, model_name: str, version_or_alias: str | int, dest: str | Path
-    ) -> Path:
-        """Fetch a version (digits) or alias to `dest`, which must not exist, whole and checked."""
+    def download_model(self, version: ModelVersion, dest: str | Path) -> Path:
+        """Fetch a version's files to `dest`, which must not exist, whole and checked."""
         dest = Path(dest).absolute()
         if dest.exists():
             raise StorageError(f"{dest} is already there; choose another folder for the model")
-        label = str(version_or_alias)
-        sign = "/" if label.isdigit() else "@"
-        version = self.model_version(f"models:/{model_name}{sign}{label}")
         dest.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as draft:
-            folder = self.download_files(model_name, version.version, draft)
+            folder = self.download_files(version.name, version.version, draft)
             require_tagged_content(folder, version)
             os.rename(folder, dest)
         return dest
@@ -286,4 +281,4 @@ def intact_copy(registry: ModelRegistry, version: ModelVersion, scratch: Path) -
     if source.is_absolute() and source.is_dir():
         require_tagged_content(source, version)
         return source
-    return registry.download_model(version.name, version.version, scratch / "model")
+    return registry.download_model(version, scratch / "model")

@@ -128,7 +128,7 @@ class GroupStream(Groups):
             assert isinstance(unfinished.key, int)
             parts[unfinished.key] += [(part, "") for part in unfinished.completions]
         for key, items in self._finished.items():
-            parts[key] += [(_part(item), item.completion.finish_reason) for item in items]
+            parts[key] += [(item.part, item.completion.finish_reason) for item in items]
         partial = {}
         for key, pairs in parts.items():
             if len(pairs) == self._n:  # else a failed step still has finished ones to return
@@ -163,7 +163,7 @@ class GroupStream(Groups):
         """A finished group in the layout of `engine.batch`, with the versions of its tokens."""
         items = sorted(self._finished.pop(key), key=lambda item: item.completion_index)
         done = [item.completion for item in items]
-        versions = [_versions(completion) for completion in done]
+        versions = [list(completion.versions) for completion in done]
         batch = _collate(self._prompts.pop(key), [0] * len(done), done, self._pad)
         return batch | {
             "policy_version": torch.tensor([min(v) for v in versions]),
@@ -183,15 +183,6 @@ def _collate(
         pad_token_id=pad_token_id,
     )
     return batch | {"truncated": torch.tensor([c.finish_reason == "length" for c in done])}
-
-
-def _versions(done: protocol.Completion) -> list[int]:
-    return list(done.token_versions or [done.policy_version] * len(done.token_ids))
-
-
-def _part(item: StreamedCompletion) -> PartialCompletion:
-    done, index = item.completion, item.completion_index
-    return PartialCompletion(index, done.token_ids, done.log_probs, _versions(done))
 
 
 def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion:

@@ -265,7 +265,7 @@ def test_every_command_line_ends_so() -> None:
 ANOTHER_PIPE = """
 import os
 from engine import console
-@console.command_line
+@console.command_line()
 def main():
     reader, writer = os.pipe()
     os.close(reader)

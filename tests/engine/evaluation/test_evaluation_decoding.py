@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
-from engine.agents.agent_loop import EpisodePlayer
+from engine.agents.agent_loop import _warn_of_long_prompts
 from engine.agents.episode import EpisodeSummary, after_prompt, summarize
 from engine.batch import Batch
 from engine.cli.rl_run import prompt_room
@@ -131,13 +131,15 @@ def test_a_failed_environment_is_a_wrong_answer_that_is_counted(tiny_folder: Pat
 
 
 def test_an_environment_s_own_prompt_takes_nothing_from_the_response(
-    tiny_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(EpisodePlayer, "_warned", False)
+    _warn_of_long_prompts.cache_clear()
     own = settings("digit_games:LongGame")
     assert set(table(tiny_folder, own)["greedy_end"]) == {"tokens"}
-    [told] = [one.getMessage() for one in caplog.records if "episode begins" in one.getMessage()]
-    assert "of 30 for its response; set data.max_prompt_length" in told
+    [told] = [
+        one.getMessage() for one in caplog.records if "an episode's prompt" in one.getMessage()
+    ]
+    assert "max_response_length=30 tokens for its response; set data.max_prompt_length" in told
     caplog.clear()
     assert set(table(tiny_folder, own, max_prompt_length=34)["greedy_end"]) == {"done"}
     assert caplog.records == []
@@ -209,7 +211,7 @@ def test_what_is_compared(tiny_folder: Path, tmp_path: Path) -> None:
 
 
 def test_calls_are_counted_and_the_prompt_is_left_out() -> None:
-    from engine.agents.call_parsers import resolve_call_parser
+    from engine.agents.call_parsers import parsed_action, resolve_call_parser
     from engine.agents.episode import Episode, EpisodeLimits, Transcript
 
     tokenizer: Any = None
@@ -219,12 +221,12 @@ def test_calls_are_counted_and_the_prompt_is_left_out() -> None:
     for text in ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "<tool_call>{", "5"):
         one.messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": "x"}]
         one.transcript.add_turn([7], [-0.1], [0])
+        one.actions.append(parsed_action(resolve_call_parser("hermes"), text, (7,)))
     one.messages.pop()
-    found = summarize(one, resolve_call_parser("hermes"))
+    found = summarize(one)
     assert (found.calls, found.malformed, found.turns, found.answer) == (1, 1, 3, "5")
     assert found.success is True
     assert found.text.startswith("assistant> <tool_call>")
-    assert summarize(one, None).calls == 0
     assert after_prompt(one.messages, 0) == ()
 
 
