@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 
 from engine.console import command_line, quiet, say, table
-from engine.errors import EngineError
 from engine.runs.comparison import SHOWN, RunComparison, compare
 from engine.runs.sources import Curve, list_runs, read_run
 from engine.storage.filesystem import write_text
@@ -21,7 +20,7 @@ from engine.tracking.connection import shorten
 BARS, WIDTH = "▁▂▃▄▅▆▇█", 16  # of a curve in the terminal
 
 
-@command_line
+@command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = _parser()
@@ -29,11 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(options.run) == 1:
         parser.error("name two runs or more to compare, or none to list what there is")
     quiet()
-    try:
-        _compare(options) if options.run else _list(options)
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return 1
+    _compare(options) if options.run else _list(options)
     return 0
 
 
