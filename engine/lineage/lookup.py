@@ -71,12 +71,12 @@ PREFIX = "models:/"
 PAGE = 1000
 
 
-def open_registry() -> Tracker:
-    """Return the tracking store of this machine's settings; TrackingError where none was set up."""
+def open_registry(uri: str = "") -> Tracker:
+    """Return the store at `uri`, or of this machine's settings; TrackingError if it isn't there."""
     from engine.tracking import Tracker
     from engine.tracking.connection import URI_VARIABLE, default_uri
 
-    tracker = Tracker(default_uri())
+    tracker = Tracker(uri or default_uri())
     if tracker.database is not None and not tracker.database.is_file():
         raise TrackingError(
             f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE} to the one that holds "
