@@ -220,8 +220,8 @@ class TrainerConfig(LoopConfig):
     delta_sync: bool = Field(False, description="Send rollout processes only changed weights")
     staleness: int = Field(1, ge=0, description="async: versions that a completion may be behind")
     rollout_workers: int = Field(1, ge=1)
-    """one_step_off, async: processes that only decode, each with a whole policy; what one takes is
-    the pool [sampler] of trainer.pools"""
+    """one_step_off, async: processes that only decode and validate, each with a whole policy; what
+    one takes is the pool [sampler] of trainer.pools"""
     rollout_threads: int = Field(0, ge=0)
     """Threads of one process that only decodes; 0: half of the cores"""
     rollout_silence_s: float = Field(60.0, gt=0)

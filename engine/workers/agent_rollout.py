@@ -159,6 +159,7 @@ class EpisodeGroups(Groups):
     ) -> None:
         """With `retain`, groups that were returned are among those that `partial_groups` copies."""
         super().__init__(stream, n, pad_token_id)
+        self.resumable = player.resumable
         self._player, self._new, self._branches = player, new_episode, branches
         self._episodes: dict[int, list[Episode]] = {}  # by key, then index
         self._left: dict[int, int] = {}  # episodes that have not ended
@@ -347,7 +348,7 @@ class AgentRolloutWorker(RolloutWorker):
 
     def _sample(self, prompts: Batch, how: Decoding) -> Batch:
         n, saved = how.n, self._saved if how.draws == "training" else None
-        params, keys = self._params(replace(how, n=1)), prompts["group_ids"].tolist()
+        params, keys = self._params(how), prompts["group_ids"].tolist()
         groups = self._open_groups(params, n, retain=saved is not None)
         done: dict[int, Batch] = {}
         identity, begun = "", prompts
@@ -368,14 +369,11 @@ class AgentRolloutWorker(RolloutWorker):
             saved.end()
         return Batch.concat([done[key] for key in keys])
 
-    def _open_stream(self) -> EpisodeGroups:
-        return self._open_groups(self._params(replace(self._of_training(), n=1)), self.config.n)
-
     def _open_groups(self, params: SamplingParams, n: int, retain: bool = False) -> EpisodeGroups:
         agent = self.config.agent
         stream = open_stream(
             self.policy.engine,
-            params,
+            replace(params, n=1),
             max_num_seqs=self.config.max_num_seqs,
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,

@@ -275,7 +275,7 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
                     "mode": "async",
                     "rollout_workers": 2,
                     "pools": [
-                        {"roles": ["actor", "rollout", "reference"]},
+                        {"roles": ["actor", "reference"]},
                         {"roles": ["reward"]},
                         {"roles": ["sampler"]},
                     ],
