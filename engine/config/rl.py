@@ -196,6 +196,9 @@ class RolloutConfig(TokenSamplingConfig):
     kv_cache_memory_mb: int | None = Field(None, ge=16)
     """KV cache of a copy of the policy; null: native's grows with its sequences, vLLM's has 256 on
     a CPU, and on a GPU what rollout.vllm.gpu_memory_utilization leaves"""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """async on native and vllm: what new weights do with the keys and values of unfinished
+    completions: recompute, so that log-probs are of their version alone, or keep (PipelineRL)"""
     enable_rollout_routing_replay: bool = False
     """MoE models on native: record experts for actor.router_replay.mode=R3"""
     cuda_graphs: bool = False

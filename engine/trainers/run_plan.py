@@ -282,7 +282,8 @@ def _unread_settings(
 
     why = f"with trainer.mode={trainer.mode}"
     queue = ("staleness", "rollout_silence_s", "max_rollout_restarts")
-    yield trainer.mode != "async", why, [f"trainer.{field}" for field in queue]
+    ahead = [*(f"trainer.{field}" for field in queue), "rollout.kv_on_update"]
+    yield trainer.mode != "async", why, ahead
     workers = ("trainer.rollout_workers", "trainer.rollout_threads", "trainer.delta_sync")
     yield not run_spec.sampler_count(trainer), why, [*workers, "rollout.dtype"]
 

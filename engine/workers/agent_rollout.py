@@ -48,7 +48,13 @@ from engine.rollout.stream import (
 )
 from engine.storage.folder import Folder
 from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.rollout_worker import Decoding, Groups, RolloutWorker, StreamRolloutWorker
+from engine.workers.rollout_worker import (
+    Decoding,
+    Groups,
+    RolloutWorker,
+    StreamRolloutWorker,
+    update_options,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -377,6 +383,7 @@ class AgentRolloutWorker(RolloutWorker):
             max_num_seqs=self.config.max_num_seqs,
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,
+            **update_options(self.config),
         )
         failure_reward = agent.error_reward if agent.on_error == "score" else None
         places = self.config.max_num_seqs
