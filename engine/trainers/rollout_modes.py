@@ -46,7 +46,8 @@ log = logging.getLogger(__name__)
 class _PendingRollout:
     prompts: Batch
     completions: Future[Batch]
-    loading: Future[int] | None = None  # of their weights, ahead; None: already loaded
+    weights: PublishedWeights | None = None  # that they are sampled under; None: from a checkpoint
+    loading: Future[int] | None = None  # of `weights`, ahead of the sampling; None: already loaded
 
 
 class _AheadSource(run_spec.RolloutSource):
@@ -114,7 +115,7 @@ class OneStepOffSource(_AheadSource):
         if self._pending is not None:
             self._pending.completions = self._completions(self._pending)
         self._publish(version)
-        self._wait_loaded(self._load())
+        self._wait_loaded(self._load(), self._weights)
         return self.roles.sampler.generate_validation(prompts)
 
     def state_dict(self) -> StateDict:
@@ -152,27 +153,28 @@ class OneStepOffSource(_AheadSource):
         self._sampler_version = self._weights.version
         return self.roles.sampler.load_weights(update)
 
-    def _wait_loaded(self, loading: Future[int] | None) -> bool:
+    def _wait_loaded(self, loading: Future[int] | None, weights: PublishedWeights | None) -> bool:
         """Whether the weights came as they were sent; else the sampler has got them in full."""
         try:
             if loading is not None:
                 loading.result()
         except WeightSyncError as error:
-            assert self._weights is not None
+            assert weights is not None
             log.warning("the sampler gets the full weights: %s", error)
-            self.roles.sampler.load_weights(self._weights.full).result()
+            self.roles.sampler.load_weights(weights.full).result()
             return False
         return True
 
     def _sample(self) -> _PendingRollout:
         """Start sampling the next prompts under the weights that were published last."""
         prompts, loading = self.prompts.next_batch(), self._load()
-        return _PendingRollout(prompts, self.roles.sampler.generate(prompts), loading)
+        completions = self.roles.sampler.generate(prompts)
+        return _PendingRollout(prompts, completions, self._weights, loading)
 
     def _completions(self, rollout: _PendingRollout) -> Future[Batch]:
         """Wait for the weights; where a delta failed, sample again with the full ones."""
         loading, rollout.loading = rollout.loading, None
-        if not self._wait_loaded(loading):
+        if not self._wait_loaded(loading, rollout.weights):
             rollout.completions = self.roles.sampler.generate(rollout.prompts)
         return rollout.completions
 

@@ -1,4 +1,4 @@
-"""Patches of vLLM's private code (vLLM 0.32), and all that is used of it beside its public API.
+"""Patches of vLLM's private code (vLLM 0.32); `private_names.yaml` says what each is for.
 
 The first five patches are active in the trainer's process while an engine starts, and always in
 vLLM's workers; the others are of the process that starts the engine.
@@ -22,67 +22,6 @@ from torch import Tensor
 
 from engine.errors import RolloutError
 from engine.rollout.trainer_model import linear_function
-
-# By module and name, what each is for. Tests look for them in the vLLM that is installed.
-PATCHED = {
-    "model_executor.layers.utils:dispatch_cpu_unquantized_gemm": "weights_unpacked: on a CPU vLLM "
-    "packs matrices, and packed ones can't be shared with the trainer or updated",
-    "model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts."
-    "process_weights_after_loading": "experts_unpacked: experts are packed once, at the start",
-    "v1.worker.gpu_worker:Worker._maybe_get_memory_pool_context": "weights_outside_pool: sleep "
-    "would free the weights that the trainer shares",
-    "model_executor.models.registry:ModelRegistry": "inspect_in_this_process: else a first start "
-    "waits ten seconds for a process that inspects the model's class",
-    "v1.sample.sampler:batched_count_greater_than": "skip_compilation, for seconds of a first call",
-    "model_executor.layers.vocab_parallel_embedding:get_masked_input_and_mask": "the same",
-    "v1.executor.uniproc_executor:ExecutorWithExternalLauncher._distributed_args": "launched_by_"
-    "trainer: the address is a constant, and so the name of shared memory",
-    "distributed.parallel_state:init_model_parallel_group": "the same: adjacent ranks are a group",
-    "triton_utils.dispatcher:vars": "inspectable_objects: inspection fails at llvmlite's objects",
-    "distributed.parallel_state:_EP": "form_expert_groups: missing after a model without experts",
-    "distributed.parallel_state:_WORLD": "the end of the last engine, in the trainer's own group",
-    "v1.engine.core:cleanup_dist_env_and_memory": "keep_process_groups: the end of one engine would "
-    "end all process groups, those of other engines and the trainer's too",
-}
-USED = {
-    "v1.engine.llm_engine:LLMEngine.engine_core": "the way to scheduler and executor",
-    "v1.engine.llm_engine:LLMEngine.output_processor": "completions that have not ended",
-    "v1.engine.llm_engine:LLMEngine.set_weight_version": "versions of tokens",
-    "v1.engine.output_processor:OutputProcessor.request_states": "completions that have not ended",
-    "v1.engine.output_processor:RequestState.external_req_id": "the same",
-    "v1.engine.output_processor:RequestState.detokenizer": "their tokens",
-    "v1.engine.output_processor:RequestState.logprobs_processor": "their log-probs",
-    "v1.engine.output_processor:RequestState.weight_version_starts": "their versions",
-    "v1.engine.core_client:InprocClient.engine_core": "the way to the executor",
-    "v1.engine.core:EngineCore.model_executor": "the same",
-    "v1.executor.multiproc_executor:MultiprocExecutor.workers": "to see workers die",
-    "v1.executor.multiproc_executor:MultiprocExecutor.shutting_down": "to end them at once",
-    "v1.executor.multiproc_executor:MultiprocExecutor.rpc_broadcast_mq": "to unlink its memory",
-    "v1.executor.multiproc_executor:MultiprocExecutor.response_mqs": "the same",
-    "v1.executor.multiproc_executor:WorkerProcHandle.death_writer": "to end workers at once",
-    "distributed.parallel_state:get_tp_group": "to unlink its memory",
-    "distributed.parallel_state:GroupCoordinator.mq_broadcaster": "the same",
-    "distributed.parallel_state:destroy_model_parallel": "the end of the last engine",
-    "distributed.parallel_state:destroy_distributed_environment": "the same",
-    "distributed.device_communicators.shm_broadcast:MessageQueue.buffer": "to unlink its memory",
-    "distributed.device_communicators.shm_broadcast:ShmRingBuffer.is_creator": "the same",
-    "config.vllm:set_current_vllm_config": "quantised updates choose kernels by it",
-    "config.cache:CacheConfig.kv_cache_size_tokens": "the room of a stream",
-    "model_executor.model_loader.reload:initialize_layerwise_reload": "quantised updates",
-    "model_executor.model_loader.reload:finalize_layerwise_reload": "the same",
-    "model_executor.models.utils:WeightsMapper.get_rename_mapper": "names of updates",
-    "v1.worker.gpu_model_runner:GPUModelRunner.kv_caches": "to clear NaNs",
-    "v1.worker.lora_model_runner_mixin:LoRAModelRunnerMixin.lora_manager": "adapters from memory",
-    "lora.worker_manager:WorkerLoRAManager._adapter_manager": "the same",
-    "lora.model_manager:LoRAModelManager.activate_adapter": "the same",
-    "lora.lora_model:LoRAModel.from_lora_tensors": "the same",
-    "lora.peft_helper:PEFTHelper.validate_legal": "the same",
-    "lora.request:LoRARequest": "requests with the adapter",
-    "v1.attention.backends.cpu_attn:CPUAttentionBackend.get_supported_head_sizes": "an early error",
-    "platforms:current_platform": "whether this is a CPU",
-    "tool_parsers:ToolParserManager": "parsers of tool calls",
-    "entrypoints.openai.chat_completion.protocol:ChatCompletionRequest": "the same",
-}
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
