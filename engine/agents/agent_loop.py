@@ -136,11 +136,6 @@ class EpisodePlayer:
         self._heard = 0.0  # when an environment was asked, or answered, last
 
     @property
-    def resumable(self) -> bool:
-        """Whether `save` has the episodes that play."""
-        return self._environments.resumable
-
-    @property
     def busy(self) -> int:
         """Episodes that play, or wait for a place."""
         return len(self._waiting) + len(self._open) + len(self._ended)

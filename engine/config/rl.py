@@ -209,6 +209,11 @@ class RolloutConfig(TokenSamplingConfig):
     server: ServerConfig = ServerConfig()
     vllm: VllmConfig = VllmConfig()
 
+    @property
+    def stream_options(self) -> dict[str, str]:
+        """Options of a stream that only some engines have, where they aren't the default."""
+        return {} if self.kv_on_update == "recompute" else {"kv_on_update": self.kv_on_update}
+
 
 class TrainerConfig(LoopConfig):
     """The RL loop."""

@@ -265,15 +265,10 @@ class AsyncRollout:
             "workers, or raise trainer.step_timeout_s"
         )
 
-    @property
-    def version(self) -> int:
-        """Of the newest weights."""
-        return self._weights.version
-
     def begin(self, limits: AdmissionLimits, finished: Sequence[tuple[Batch, Batch]]) -> None:
         """Begin with other limits and `finished` groups, where nothing has been sampled yet."""
         with self._changed:
-            self.queue = self._new_queue(limits, self.version, finished=finished)
+            self.queue = self._new_queue(limits, self._weights.version, finished=finished)
 
     def update_weights(self, weights: PublishedWeights) -> None:
         """Have workers load new weights between two decode steps."""

@@ -241,7 +241,7 @@ class AsyncSource(_AheadSource):
     def update_weights(self, version: int) -> None:
         if self._rollout is None:
             self._rollout = self._start(self._publisher.publish(version))
-        elif self._rollout.version != version:
+        elif self._rollout.queue.admission.version != version:
             self._rollout.update_weights(self._publisher.publish(version))
 
     def next_prompts(self) -> Batch:

@@ -48,13 +48,7 @@ from engine.rollout.stream import (
 )
 from engine.storage.folder import Folder
 from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.rollout_worker import (
-    Decoding,
-    Groups,
-    RolloutWorker,
-    StreamRolloutWorker,
-    update_options,
-)
+from engine.workers.rollout_worker import Decoding, Groups, RolloutWorker, StreamRolloutWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,7 +159,6 @@ class EpisodeGroups(Groups):
     ) -> None:
         """With `retain`, groups that were returned are among those that `partial_groups` copies."""
         super().__init__(stream, n, pad_token_id)
-        self.resumable = player.resumable
         self._player, self._new, self._branches = player, new_episode, branches
         self._episodes: dict[int, list[Episode]] = {}  # by key, then index
         self._left: dict[int, int] = {}  # episodes that have not ended
@@ -383,7 +376,7 @@ class AgentRolloutWorker(RolloutWorker):
             max_num_seqs=self.config.max_num_seqs,
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,
-            **update_options(self.config),
+            **self.config.stream_options,
         )
         failure_reward = agent.error_reward if agent.on_error == "score" else None
         places = self.config.max_num_seqs
@@ -392,7 +385,7 @@ class AgentRolloutWorker(RolloutWorker):
         def new_episode(key: int, index: int, prompt_ids: list[int]) -> Episode:
             return Episode(key, 0, index, self.episodes, self.limits, prompt_ids)
 
-        return EpisodeGroups(
+        groups = EpisodeGroups(
             stream,
             player,
             new_episode,
@@ -401,6 +394,8 @@ class AgentRolloutWorker(RolloutWorker):
             branches=self.config.multi_turn.history == "branches" or bool(agent.play.name),
             retain=retain,
         )
+        groups.resumable = self.environments.resumable
+        return groups
 
     def close(self) -> None:
         self.environments.close()

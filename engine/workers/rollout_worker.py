@@ -89,12 +89,6 @@ class Groups(ABC):
         self._stream.close()
 
 
-def update_options(config: RolloutConfig) -> dict[str, object]:
-    """Options of a stream that only some engines have."""
-    default = config.kv_on_update == "recompute"
-    return {} if default else {"kv_on_update": config.kv_on_update}
-
-
 class GroupStream(Groups):
     def __init__(
         self,
@@ -110,7 +104,7 @@ class GroupStream(Groups):
             params,
             max_num_seqs=max(config.max_num_seqs, params.n),
             longest_prompt=max_model_len - params.max_new_tokens,
-            **update_options(config),
+            **config.stream_options,
         )
         super().__init__(stream, params.n, pad_token_id)
         self._finished: dict[int, list[StreamedCompletion]] = {}
