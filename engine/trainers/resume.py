@@ -103,9 +103,11 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
         metric=SCORE,
         restart=settings.on_damaged_checkpoints == "restart",
     )
-    stateful = sorted(r for r in roles if issubclass(roles[r].worker_class, StatefulWorker))
+    stateful = sorted(  # without what stands for a role
+        r for r in roles if roles[r].role == r and issubclass(roles[r].worker_class, StatefulWorker)
+    )
     ordered = dict.fromkeys((*_LOAD_ORDER, *stateful))
-    groups = {role: roles[role] for role in ordered if role in roles}
+    groups = {role: roles[role] for role in ordered if role in stateful}
     exporter = None
     if settings.save_huggingface:
         exporter = BackgroundExporter(store, spec.model_path, settings.step_timeout_s)
