@@ -280,5 +280,4 @@ def rest_of(log_probs: Tensor) -> Tensor:
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.log_softmax(wide / temperature, -1)
+    return torch.log_softmax(at_least_float(logits) / temperature, -1)

@@ -301,22 +301,16 @@ def vanilla(
 def reinforce(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
 ) -> LossOutput:
-    """REINFORCE: log-probability times advantage.
+    """REINFORCE, and GPG, which is the same with the `gpg` advantage, as in verl.
 
     −A·log π. No trust region: for one update a batch, or with importance weights.
-    Source: Williams (1992); with rollout weights, the policy gradient of verl's bypass mode.
+    Source: Williams (1992); with rollout weights, the policy gradient of verl's bypass mode; GPG:
+    Chu et al., arXiv 2504.02546.
     """
     return LossOutput(-advantages * log_probs)
 
 
-@register_policy_loss("gpg")
-def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> LossOutput:
-    """GPG: the plain policy gradient that goes with the `gpg` advantage.
-
-    −A·log π: REINFORCE under GPG's name, as in verl.
-    Source: Chu et al., arXiv 2504.02546.
-    """
-    return LossOutput(-advantages * log_probs)
+gpg = register_policy_loss("gpg")(reinforce.formula)
 
 
 @register_policy_loss("gspo", default_mode="seq-mean-token-mean", fixed=True, validate=check_clip)

@@ -15,7 +15,7 @@ from engine.algorithms.advantages import AdvantageInputs, get_advantage
 from engine.algorithms.aggregation import compute_means
 from engine.algorithms.correction import correct_rollout, gap_metrics
 from engine.algorithms.divergences import AdaptiveKL, FixedKL, kl_estimate
-from engine.algorithms.masked import mask_out, masked_mean
+from engine.algorithms.masked import mask_out, masked_mean, masked_whiten
 from engine.algorithms.shaping import groups_with_signal
 from engine.batch import Batch, Future, LazyBatch
 from engine.checkpoint.state_dict import StateDict
@@ -359,7 +359,7 @@ class Algo:
             self.metrics |= {"reward/kl": mean, "reward/kl_coef": self.kl_control.value}
             self.kl_control.update(mean, len(batch))
         if self.config.reward.whiten:
-            rewards = shaping.whiten_rewards(rewards, mask)
+            rewards = masked_whiten(rewards, mask, shift_mean=False)
         return mask_out(mask, rewards)
 
     def _rollout_correction(self, batch: Batch, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:

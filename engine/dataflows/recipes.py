@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from engine.algorithms.preference_losses import get_pair_loss
-from engine.algorithms.shaping import Refill, first_groups, refill_decision
+from engine.algorithms.shaping import first_groups
 from engine.batch import Batch, ConcatFuture, LazyBatch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult, register_dataflow
@@ -53,11 +53,10 @@ class DynamicSampling:
         """Prompts to sample next, first `prompts`; call `add` for each."""
         limit = self._algo.config.algorithm.filter_groups.max_num_gen_batches
         yield prompts
-        while self._algo.more_prompts is not None:
-            decision = refill_decision(self._groups, self._wanted, self._rollouts, limit)
-            if decision is not Refill.MORE:
+        while (more := self._algo.more_prompts) and self._rollouts < limit:
+            if self._groups >= self._wanted:
                 return
-            yield self._algo.more_prompts()
+            yield more()
 
     def add(self, lazy: LazyBatch) -> None:
         """Keep the groups with signal of one rollout; waits for its scores."""
