@@ -52,6 +52,11 @@ def _restored(kind: type[E], arguments: tuple[object, ...]) -> E:
     return error
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; its type's name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class ConfigError(EngineError):
     """A setting is unknown, out of range, or contradicts another one."""
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from engine.config import LoRAConfig
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError, ModelError, first_line
 from engine.models import loading, value_head
 from engine.models.lora import ADAPTER, add_adapters, finalize_adapters
 from engine.models.quantize import load_packed, quantize_linears
@@ -130,7 +130,7 @@ def _restore_adapters(model: PreTrainedModel, folder: Path, lora: LoRAConfig) ->
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(
             f"the adapters in {folder} don't fit their base {model.name_or_path}: "
-            f"{str(error).splitlines()[0]}; copy the whole folder, or mend its adapter_config.json"
+            f"{first_line(error)}; copy the whole folder, or mend its adapter_config.json"
         ) from error
     missing = sorted(name for name in report.missing_keys if ".lora_" in name)
     strangers = sorted(report.unexpected_keys)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 from engine.storage.weight_files import WeightFiles
 
 NF4, INT8 = "nf4", "int8"
@@ -127,10 +127,9 @@ def check_quantization(kind: str, device: torch.device | str = "cpu") -> None:
             "hybridflyte[qlora], or leave it empty"
         ) from error
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]  # an assertion says nothing
         raise ConfigError(
             f"model.lora.quantize={kind!r}: bitsandbytes can't quantise on {device} "
-            f"({why}); leave it empty, or use cuda or cpu"
+            f"({first_line(error)}); leave it empty, or use cuda or cpu"
         ) from error
     error_share = float((dense - rows).norm() / rows.norm())
     if not error_share < _LARGEST_ERROR:
