@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -150,10 +151,15 @@ def rotary_forward(
     return tuple(each[0].index_select(0, flat).view(shape) for each in (cos, sin))
 
 
-def norm_forward(module: Any, plain: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
+def norm_forward(
+    module: Any,
+    plain: Callable[..., Tensor],
+    hidden_states: Tensor,
+    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+) -> Tensor:
     if hidden_states.dtype != module.weight.dtype:
         return plain(hidden_states)
-    return rms_norm(hidden_states, module.weight, module.variance_epsilon)
+    return norm(hidden_states, module.weight, module.variance_epsilon)
 
 
 def mlp_forward(
@@ -177,6 +183,8 @@ def attention_forward(
     attention_mask: Tensor | None = None,
     past_key_values: object = None,
     read: RowsRead | None = None,
+    *,
+    by_liger: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the module's attention for the rows of `read`; with a cache its own forward runs."""
@@ -191,8 +199,8 @@ def attention_forward(
         )
         return (out if read is None else read.of(out)), weights
     shape = hidden_states.shape[:-1]
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B, L, 1, d]
-    query, key, value = _queries_keys_values(module, hidden_states, cos, sin)
+    make = liger.queries_keys_values if by_liger else _queries_keys_values
+    query, key, value = make(module, hidden_states, cos, sin)
     attend: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation,
         sys.modules[type(module).__module__].eager_attention_forward,
@@ -211,12 +219,15 @@ def attention_forward(
         **kwargs,
     )
     out = out.reshape(*shape, -1)
+    if by_liger:
+        return module.o_proj(out.contiguous()), weights
     (out,) = _project(out if read is None else read.of(out), [module.o_proj])
     return out, weights
 
 
 def _queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """Return queries, keys and values [B, L, heads, d], rotated where they are to be."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B, L, 1, d]
     projections = [module.q_proj, module.k_proj, module.v_proj]
     norms = hasattr(module, "q_norm")
     if not norms and all(map(_is_plain, projections)):
@@ -319,28 +330,22 @@ def _parts(layers: list[Any], body: nn.Module) -> list[nn.Module]:
 
 
 def _fuse(module: nn.Module, device: torch.device) -> None:
-    if device.type != "cpu":
-        _fuse_on_device(module)
-    elif type(module).__name__.endswith("RMSNorm"):
-        module.forward = FusedForward(module, norm_forward)
-    elif type(module).__name__.endswith("RotaryEmbedding"):
-        module.forward = FusedForward(module, rotary_forward)
+    """Replace a module's forward; on CUDA layers and rotary positions keep transformers'."""
+    forwards: tuple[Callable[..., object], Callable[..., object] | None]
+    name = type(module).__name__
+    if name.endswith("RMSNorm"):
+        forwards = norm_forward, partial(norm_forward, norm=liger.rms_norm)
+    elif name.endswith("RotaryEmbedding"):
+        forwards = rotary_forward, None
     elif hasattr(module, "self_attn"):
-        module.forward = FusedForward(module, layer_forward)
+        forwards = layer_forward, None
     elif hasattr(module, "gate_proj"):
-        module.forward = FusedForward(module, mlp_forward)
+        forwards = mlp_forward, liger.mlp_forward
     else:
-        module.forward = FusedForward(module, attention_forward)
-
-
-def _fuse_on_device(module: nn.Module) -> None:
-    """Fuse by Liger; layers and their rotary positions keep transformers' forwards."""
-    if type(module).__name__.endswith("RMSNorm"):
-        module.forward = FusedForward(module, liger.norm_forward)
-    elif hasattr(module, "gate_proj"):
-        module.forward = FusedForward(module, liger.mlp_forward)
-    elif hasattr(module, "q_proj"):
-        module.forward = FusedForward(module, liger.attention_forward)
+        forwards = attention_forward, partial(attention_forward, by_liger=True)
+    forward = forwards[device.type != "cpu"]
+    if forward is not None:
+        module.forward = FusedForward(module, forward)
 
 
 def _is_gated(mlp: nn.Module) -> bool:
