@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import compiled
-from engine.kernels.training_ops import fastest_products
+from engine.kernels.training_ops import address, fastest_products
 
 
 class LinearWeights(NamedTuple):
@@ -192,7 +192,7 @@ class CpuStep:
             w.embedding.data_ptr(),
             w.norm.weight.data_ptr(),
             w.head.weight.data_ptr(),
-            _address(w.head.bias),
+            address(w.head.bias),
             cos.data_ptr(),
             sin.data_ptr(),
             self._layers,
@@ -221,8 +221,8 @@ class CpuStep:
             tokens.data_ptr(),
             positions.data_ptr(),
             columns.data_ptr(),
-            _address(cache.group),
-            _address(cache.prompt_lengths),
+            address(cache.group),
+            address(cache.prompt_lengths),
             _Cache() if cache.prompts is None else _strided(cache.prompts),
             _strided(cache.completions),
             self._logits.data_ptr(),
@@ -271,12 +271,8 @@ def _norms(w: DecoderWeights) -> list[RMSNorm]:
 def _layer(layer: LayerWeights) -> _Layer:
     linears = [getattr(layer, name) for name in _LINEARS]
     norms = [getattr(layer, name) for name in _NORMS]
-    addresses = [_address(tensor) for linear in linears for tensor in linear]
+    addresses = [address(tensor) for linear in linears for tensor in linear]
     return _Layer(*addresses, *(None if n is None else n.weight.data_ptr() for n in norms))
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _strided(kv: Tensor) -> _Cache:

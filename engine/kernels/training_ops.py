@@ -131,7 +131,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, plus: Tensor | None = None) -> t
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     scale = torch.empty(rows, dtype=torch.float32)
     _library().norm_forward(
-        x.data_ptr(), _address(plus), weight.data_ptr(), rows, width, eps,
+        x.data_ptr(), address(plus), weight.data_ptr(), rows, width, eps,
         torch.get_num_threads(), total.data_ptr(), out.data_ptr(), scale.data_ptr(),
     )  # fmt: skip
     return total, out, scale
@@ -144,7 +144,7 @@ def norm_gradients(
     grad_x, width, threads = torch.empty_like(x), x.shape[-1], torch.get_num_threads()
     shares = torch.empty(threads, width, dtype=torch.float32)
     _library().norm_backward(
-        x.data_ptr(), weight.data_ptr(), scale.data_ptr(), grad_output.data_ptr(), _address(plus),
+        x.data_ptr(), weight.data_ptr(), scale.data_ptr(), grad_output.data_ptr(), address(plus),
         len(scale), width, threads, grad_x.data_ptr(), shares.data_ptr(),
     )  # fmt: skip
     return grad_x, shares.sum(0)
@@ -181,7 +181,7 @@ def silu_product_gradients(
     products = torch.empty_like(gate) if product else None
     _library().silu_product_backward(
         gate.data_ptr(), up.data_ptr(), grad_output.data_ptr(), gate.numel(),
-        torch.get_num_threads(), grad_gate.data_ptr(), grad_output.data_ptr(), _address(products),
+        torch.get_num_threads(), grad_gate.data_ptr(), grad_output.data_ptr(), address(products),
     )  # fmt: skip
     return grad_gate, grad_output, products
 
@@ -219,7 +219,7 @@ def head_statistics(
     _library().head_statistics(
         logits.data_ptr(), targets.data_ptr(), rows, size, 1 / temperature,
         torch.get_num_threads(), log_probs.data_ptr(), sums.data_ptr(),
-        _address(entropies), _address(sums_of_squares),
+        address(entropies), address(sums_of_squares),
     )  # fmt: skip
     return log_probs, sums, entropies, sums_of_squares
 
@@ -240,7 +240,7 @@ def head_gradients(
     (entropies, grad_entropy), out = entropy or (None, None), torch.empty_like(logits)
     _library().head_gradients(
         logits.data_ptr(), targets.data_ptr(), sums.data_ptr(), grad_log_probs.data_ptr(),
-        _address(entropies), _address(grad_entropy), *logits.shape, 1 / temperature,
+        address(entropies), address(grad_entropy), *logits.shape, 1 / temperature,
         torch.get_num_threads(), out.data_ptr(),
     )  # fmt: skip
     return out
@@ -249,13 +249,8 @@ def head_gradients(
 class AdamSettings(ctypes.Structure):
     """The settings of a step of AdamW: `factor` is of the gradients, corrections 1 − beta^step."""
 
-    _fields_ = [
-        (name, c_double)
-        for name in (
-            *("factor", "rate", "beta1", "beta2", "eps", "decay"),
-            *("correction1", "correction2"),
-        )
-    ]
+    _names = ("factor", "rate", "beta1", "beta2", "eps", "decay", "correction1", "correction2")
+    _fields_ = [(name, c_double) for name in _names]
 
 
 class _Trained(ctypes.Structure):
@@ -284,7 +279,7 @@ def _library() -> ctypes.CDLL:
     return functions
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -484,14 +479,8 @@ def linear_gradients(
     ):
         grad_weight = torch.empty_like(weight, dtype=torch.float32) if weight_needed else None
         grad_bias = weight.new_empty(len(weight), dtype=torch.float32) if bias_needed else None
-        parts.append(
-            {
-                "weight": weight,
-                "grad_output": grad_out,
-                "grad_weight": grad_weight,
-                "grad_bias": grad_bias,
-            }
-        )
+        part = {"weight": weight, "grad_output": grad_out}
+        parts.append(part | {"grad_weight": grad_weight, "grad_bias": grad_bias})
     call, _parts = _linears_call(x, grad_x, parts, rotary)
     _call("linears_backward", call)
     return grad_x, [part[name] for part in parts for name in ("grad_weight", "grad_bias")]
@@ -501,7 +490,7 @@ def _mlp_call(tensors: Sequence[Tensor | None]) -> _Mlp:
     x, gate, *_ = tensors
     assert x is not None
     assert gate is not None
-    return _Mlp(*map(_address, tensors), *x.shape, len(gate), torch.get_num_threads())
+    return _Mlp(*map(address, tensors), *x.shape, len(gate), torch.get_num_threads())
 
 
 def _linears_call(
@@ -514,20 +503,18 @@ def _linears_call(
     affines = (_Affine * len(parts))()
     for index, (part, affine) in enumerate(zip(parts, affines, strict=True)):
         for name, tensor in part.items():
-            setattr(affine, name, _address(tensor))
+            setattr(affine, name, address(tensor))
         affine.width = len(part["weight"])  # type: ignore[arg-type]
         affine.rotated = rotary is not None and index < rotary.outputs
     cos, sin, d = (None, None, 1) if rotary is None else (*rotary[:2], rotary.cos.shape[-1])
     return _Linears(
-        _address(x), _address(grad_x), ctypes.addressof(affines), _address(cos), _address(sin),
+        address(x), address(grad_x), ctypes.addressof(affines), address(cos), address(sin),
         len(affines), *x.shape, torch.get_num_threads(), 1 if cos is None else cos.numel() // d, d,
     ), affines  # fmt: skip
 
 
 def _call(name: str, argument: ctypes.Structure) -> None:
-    functions = library()
-    assert functions is not None  # `takes` was asked
-    if not getattr(functions, name)(ctypes.byref(argument)):
+    if not getattr(_library(), name)(ctypes.byref(argument)):
         raise MemoryError("no memory for a layer: give micro-batches fewer tokens")
 
 
