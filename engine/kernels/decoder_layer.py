@@ -137,8 +137,8 @@ class _RMSNorm(torch.autograd.Function):
             part = torch.mul(wide_grad, wide_weight, out=product).mul_(r)
             part.addcmul_(wide, dot.mul_(r * r).mul_(r).div_(width), value=-1.0)
             grad_x[at] = part
-        grad_weight = grad_weight.to(weight.dtype) if needs_weight_grad else None
-        return grad_x.view(x.shape), grad_weight, None
+        narrow = grad_weight.to(weight.dtype) if needs_weight_grad else None
+        return grad_x.view(x.shape), narrow, None
 
 
 class _AddNorm(torch.autograd.Function):

@@ -20,20 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.kernels import liger, training_ops
-from engine.kernels.decoder_layer import (
-    LayerCall,
-    LayerWeights,
-    add_norm,
-    compiled_layer,
-    gated_mlp,
-    linears,
-    rms_norm,
-    rotate,
-    rotated_linears,
-    silu_product,
-    takes_layer,
-)
+from engine.kernels import decoder_layer, liger, training_ops
 from engine.kernels.training_ops import Rotary, RowsRead
 from engine.models.packed_attention import Segments
 from engine.models.packing import attends_packed
@@ -79,10 +66,10 @@ def layer_forward(
     if args or any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms):
         out = plain(hidden_states, *args, **kwargs)
         return out if read is None else read.of(out)
-    residual, normed = add_norm(hidden_states, None, norms[0])
+    residual, normed = decoder_layer.add_norm(hidden_states, None, norms[0])
     attended, _ = attention(hidden_states=normed, read=read, **kwargs)
     residual = residual if read is None else read.of(residual)
-    residual, normed = add_norm(residual, attended, norms[1])
+    residual, normed = decoder_layer.add_norm(residual, attended, norms[1])
     mlp = module.mlp
     if mlp._forward_hooks or mlp._forward_pre_hooks or mlp._backward_hooks:
         return residual + mlp(normed)
@@ -119,7 +106,7 @@ def _as_one(
     ):
         return None
     cos, sin = (each.unsqueeze(2) for each in position_embeddings)
-    weights = LayerWeights(
+    weights = decoder_layer.LayerWeights(
         (norms[0].weight, norms[1].weight),
         tuple(each.weight for each in projections),
         tuple(each.bias for each in projections),
@@ -127,7 +114,7 @@ def _as_one(
         attention.o_proj.bias,
         tuple(each.weight for each in linear[4:]),
     )
-    call = LayerCall(
+    call = decoder_layer.LayerCall(
         Rotary(cos, sin, 2),
         segments.runs,
         attention.scaling,
@@ -135,7 +122,11 @@ def _as_one(
         read,
         torch.is_grad_enabled(),
     )
-    return compiled_layer(x, weights, call) if takes_layer(x, weights, call) else None
+    return (
+        decoder_layer.compiled_layer(x, weights, call)
+        if decoder_layer.takes_layer(x, weights, call)
+        else None
+    )
 
 
 def rotary_forward(
@@ -155,7 +146,7 @@ def norm_forward(
     module: Any,
     plain: Callable[..., Tensor],
     hidden_states: Tensor,
-    norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm,
+    norm: Callable[[Tensor, Tensor, float], Tensor] = decoder_layer.rms_norm,
 ) -> Tensor:
     if hidden_states.dtype != module.weight.dtype:
         return plain(hidden_states)
@@ -169,9 +160,9 @@ def mlp_forward(
     matrices = [module.gate_proj, module.up_proj, module.down_proj]
     if all(_is_plain(linear) and linear.bias is None for linear in matrices):
         gate, up, down = (linear.weight for linear in matrices)
-        return gated_mlp(x, gate, up, down, residual)
+        return decoder_layer.gated_mlp(x, gate, up, down, residual)
     gate, up = _project(x, matrices[:2])
-    out = module.down_proj(silu_product(gate, up))
+    out = module.down_proj(decoder_layer.silu_product(gate, up))
     return out if residual is None else residual + out
 
 
@@ -231,19 +222,21 @@ def _queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tu
     projections = [module.q_proj, module.k_proj, module.v_proj]
     norms = hasattr(module, "q_norm")
     if not norms and all(map(_is_plain, projections)):
-        return rotated_linears(x, [(each.weight, each.bias) for each in projections], cos, sin)
+        return decoder_layer.rotated_linears(
+            x, [(each.weight, each.bias) for each in projections], cos, sin
+        )
     query, key, value = (
         out.view(*x.shape[:-1], -1, module.head_dim) for out in _project(x, projections)
     )
     if norms:
         query, key = module.q_norm(query), module.k_norm(key)
-    return rotate(query, cos, sin), rotate(key, cos, sin), value
+    return decoder_layer.rotate(query, cos, sin), decoder_layer.rotate(key, cos, sin), value
 
 
 def _project(x: Tensor, modules: list[Any]) -> tuple[Tensor, ...]:
     """Apply linear layers that share `x`; adapted and quantised ones run by themselves."""
     if all(_is_plain(linear) for linear in modules):
-        return linears(x, [(linear.weight, linear.bias) for linear in modules])
+        return decoder_layer.linears(x, [(linear.weight, linear.bias) for linear in modules])
     return tuple(linear(x) for linear in modules)
 
 

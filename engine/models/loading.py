@@ -34,13 +34,7 @@ from transformers import (
 from engine.config import ModelConfig
 from engine.errors import ConfigError, ModelError, StorageError
 from engine.models.lora import has_adapters, merged_copy, save_adapter
-from engine.storage.filesystem import (
-    hub_folder,
-    is_hub_id,
-    loading_error,
-    require_model_name,
-    split_revision,
-)
+from engine.storage import filesystem
 from engine.storage.weight_files import file_tensors, write_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -144,7 +138,7 @@ def load_pretrained(
     kind: Any, path: str | Path, dtype: str, where: str, what: str
 ) -> PreTrainedModel:
     """Load a model by an automatic class of transformers; raise ModelError as `load_model` does."""
-    name, revision = split_revision(path)
+    name, revision = filesystem.split_revision(path)
     try:
         model, report = kind.from_pretrained(
             name,
@@ -156,7 +150,9 @@ def load_pretrained(
     except pickle.UnpicklingError as error:
         raise _unsafe_pickle(where) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{where} can't be loaded as a {what}: {loading_error(error)}") from error
+        raise ModelError(
+            f"{where} can't be loaded as a {what}: {filesystem.loading_error(error)}"
+        ) from error
     # transformers would fill them with random numbers and continue
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -182,7 +178,7 @@ def adapter_base_path(path: str | Path) -> str | None:
         raise ModelError(
             f"{config} names no base_model_name_or_path; write there which model the adapter is for"
         )
-    return f"{base}@{revision}" if revision and is_hub_id(str(base)) else str(base)
+    return f"{base}@{revision}" if revision and filesystem.is_hub_id(str(base)) else str(base)
 
 
 def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
@@ -199,7 +195,7 @@ def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"the adapter in {folder} can't be merged into {base.name_or_path}: "
-            f"{loading_error(error)}"
+            f"{filesystem.loading_error(error)}"
         ) from error
     if missing:
         raise ModelError(
@@ -217,7 +213,7 @@ def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
     through: whether the hub has it is found out by loading it.
     """
     folder = Path(path)
-    require_model_name(path, setting)
+    filesystem.require_model_name(path, setting)
     if not folder.exists():
         return
     if (base := adapter_base_path(folder)) is not None:
@@ -250,7 +246,8 @@ def _require_whole_index(folder: Path, setting: str) -> None:
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ModelError(
             f"{setting}={str(folder)!r} has a {index.name} that can't be read "
-            f"({type(error).__name__}: {loading_error(error)}); copy the whole folder again"
+            f"({type(error).__name__}: {filesystem.loading_error(error)}); copy the whole folder "
+            "again"
         ) from error
     if missing:
         raise ModelError(f"{setting}={str(folder)!r} lacks the weight files {missing}; copy them")
@@ -306,8 +303,8 @@ def saved_dtype(path: str | Path) -> str:
 
 def load_model_config(path: str | Path) -> PretrainedConfig:
     """Load the configuration of a model's folder or hub id; raise ModelError as `text_config`."""
-    require_model_name(path)
-    name, revision = split_revision(path)
+    filesystem.require_model_name(path)
+    name, revision = filesystem.split_revision(path)
     try:
         return AutoConfig.from_pretrained(
             name, revision=revision or "main", trust_remote_code=False
@@ -315,7 +312,7 @@ def load_model_config(path: str | Path) -> PretrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model.path={str(path)!r} has no configuration that can be read: "
-            f"{loading_error(error)}"
+            f"{filesystem.loading_error(error)}"
         ) from error
 
 
@@ -379,7 +376,7 @@ def check_overrides(path: str, changes: Mapping[str, Any]) -> dict[str, object]:
 
 def link_model(path: str, changes: Mapping[str, object], folder: Path) -> None:
     """Fill `folder` with links to the files of the model in `path`, and the changed config.json."""
-    source = hub_folder(path) if is_hub_id(path) else Path(path)
+    source = filesystem.hub_folder(path) if filesystem.is_hub_id(path) else Path(path)
     folder.mkdir()
     for file in sorted(source.iterdir()):
         if file.name != "config.json" and file.is_file():
@@ -409,8 +406,8 @@ def _shapes(config: PretrainedConfig, changes: Mapping[str, object]) -> dict[str
             model: nn.Module = AutoModelForCausalLM.from_config(changed, trust_remote_code=False)
     except Exception as error:  # of the model's own code, with values that don't fit each other
         raise ConfigError(
-            f"model.override_config={dict(changes)} gives no model: {loading_error(error)}; "
-            "correct its values"
+            f"model.override_config={dict(changes)} gives no model: "
+            f"{filesystem.loading_error(error)}; correct its values"
         ) from error
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
