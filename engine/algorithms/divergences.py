@@ -129,10 +129,9 @@ class FixedKL:
 
 
 class AdaptiveKL(FixedKL):
-    """A KL coefficient that is steered until the KL is at its target.
+    """A KL coefficient that is steered until the KL is at its target; its state is in checkpoints.
 
-    Source: Ziegler et al., arXiv 1909.08593, section 2.2. The state belongs into checkpoints: a
-    resumed run would otherwise start from the first coefficient again.
+    Source: Ziegler et al., arXiv 1909.08593, section 2.2.
     """
 
     def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
@@ -169,9 +168,8 @@ def full_kl(
 ) -> Tensor:
     """KL(π ‖ π_ref), exact over the vocabulary, of logits `[..., V]` → `[...]`, float32 or float64.
 
-    The gradient is exact, and none flows to the reference. Softmaxes exist for `chunk_tokens`
-    tokens at a time, in the backward pass too. Where `mask [...]` is 0 the result is 0.
-    Raises DataError for unequal shapes.
+    No gradient flows to the reference. Softmaxes exist for `chunk_tokens` tokens at a time, in the
+    backward pass too. Where `mask [...]` is 0 the result is 0. Raises DataError for unequal shapes.
     """
     checks.same_shape(logits=logits, ref_logits=ref_logits)
 
@@ -261,10 +259,7 @@ def top_k_divergence(
 
 
 def with_rest(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Return log-probs `[…, K+1]` of the tokens `ids` `[…, K]` and of all others together.
-
-    `log_p` `[…, V]` are those of the vocabulary.
-    """
+    """Return log-probs `[…, K+1]` of tokens `ids` `[…, K]` and of all others, of those `[…, V]`."""
     log_p = log_p.clamp_min(_NEVER)
     rest = log_p.scatter(-1, ids, _NEVER).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, ids), rest], -1)

@@ -60,8 +60,7 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """Return G_t = r_t + γ·G_next over the tokens inside the mask, `[B, T]`.
 
-    A masked token (a tool's or user's turn) neither pays nor discounts: it carries the return of
-    the next token of the policy. So G at a masked position equals G of the one after it.
+    A masked token (a tool's or user's turn) carries the return of the policy's next token.
     """
     rewards, mask = mask_out(mask, rewards), mask.bool()
     running = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.sum(1)

@@ -268,8 +268,8 @@ def log1mexp(x: Tensor) -> Tensor:
 def kto_reference_point(policy_kl: Tensor, ref_kl: Tensor, rows: Tensor | None = None) -> Tensor:
     """Return KTO's z₀ = max(0, mean(log π − log π_ref)) of the GLOBAL batch, without gradient.
 
-    `policy_kl`, `ref_kl` `[B]` are log-probs of completions paired with other rows' prompts.
-    `rows [B]` (bool) leaves rows out.
+    `policy_kl`, `ref_kl` `[B]`: of completions paired with other rows' prompts; `rows [B]` (bool)
+    of these count.
     """
     gap = at_least_float(policy_kl.detach()) - at_least_float(ref_kl.detach())
     rows = torch.ones_like(gap, dtype=torch.bool) if rows is None else rows

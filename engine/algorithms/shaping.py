@@ -65,9 +65,8 @@ def kl_in_reward(
 
 
 def weigh_components(components: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return Σ_k w_k·component_k: `[B, K]` → `[B]`; NaN counts nothing: it doesn't apply.
+    """Return Σ_k w_k·component_k: `[B, K]` → `[B]`; NaN and a weight of 0 leave a component out.
 
-    A weight of 0 ignores its component, even where that is infinite.
     Raises DataError when the number of weights is not K.
     """
     if components.dim() != 2 or components.shape[1] != len(weights):
@@ -97,10 +96,7 @@ def groups_with_signal(metric: Tensor, group_ids: Tensor, rows: Tensor | None = 
 
 
 def first_groups(group_ids: Tensor, keep: Tensor, count: int) -> Tensor:
-    """Return indices (int64) of kept rows of the first `count` groups, in order of appearance.
-
-    Rows keep their order. Where there are fewer groups, all are returned.
-    """
+    """Return indices (int64), in order, of kept rows of the first `count` groups to appear."""
     chosen: dict[int, None] = {}
     for group in group_ids[keep.bool()].tolist():
         chosen.setdefault(int(group))
