@@ -88,8 +88,8 @@ class DynamicSampling:
 def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
     """Rows 2i and 2i+1: the best and the worst completion of a group, by shaped reward.
 
-    A group whose rewards are all equal gives no pair; of equal completions the first one counts.
-    Rows that are empty or whose reward failed are left out, truncated ones with `mask_truncated`.
+    A group of equal rewards gives none. Rows that are empty or whose reward failed are left out,
+    truncated ones with `mask_truncated`.
     """
     batch = lazy.resolve()
     rewards = algo.shaped_rewards(batch, batch["response_mask"]).sum(1)
