@@ -36,10 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, plus: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """Return x + plus, and what the module `norm` makes of it.
-
-    Where loops are compiled, the sum and its gradient are part of the norm's.
-    """
+    """Return x + plus and its `norm` (a module), in one pass where loops are compiled."""
     plus = None if plus is None else plus.contiguous()
     if training_ops.takes(x, norm.weight):
         out: tuple[Tensor, Tensor] = _AddNorm.apply(x, plus, norm.weight, norm.variance_epsilon)
@@ -394,10 +391,7 @@ def takes_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> bool:
 
 
 def compiled_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> Tensor:
-    """Return the layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H].
-
-    All is bfloat16 on the CPU, as `takes_layer` has found; the gradient of a gradient is an error.
-    """
+    """Return the layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H]."""
     affines = zip(weights.projections, weights.biases, strict=True)
     flat = [tensor for affine in affines for tensor in affine]
     out: Tensor = _Layer.apply(

@@ -48,9 +48,8 @@ def library() -> ctypes.CDLL | None:
 def fastest_products() -> str:
     """Return which of `choices.INSTRUCTIONS` multiply bfloat16 fastest here.
 
-    FMA multiplies numbers that are widened to float32 in the cache. It is faster than AVX512-BF16
-    on Intel's processors, which multiply and add 32 float32 numbers in a cycle, and 32 pairs of
-    bfloat16 in four. AMX's tiles are faster than both.
+    FMA multiplies numbers that are widened to float32 in the cache: on Intel's processors faster
+    than AVX512-BF16, which multiplies 32 pairs in four cycles. AMX's tiles are faster than both.
     """
     forced = choices.forced_implementation()
     if forced in choices.INSTRUCTIONS:
@@ -173,10 +172,7 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 def silu_product_gradients(
     gate: Tensor, up: Tensor, grad_output: Tensor, *, product: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of gate and up, and silu(gate) · up if `product`.
-
-    That of up is written over `grad_output`.
-    """
+    """Return the gradients of gate, of up (over `grad_output`); with `product` silu(gate) · up."""
     grad_gate = torch.empty_like(gate)
     products = torch.empty_like(gate) if product else None
     _library().silu_product_backward(
@@ -208,8 +204,8 @@ def head_statistics(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return statistics of softmax(logits [N, V] / temperature), float32 [N] each.
 
-    They are the log-probs of `targets` [N], the log of the sum of exponentials, the entropy if
-    `entropy`, and Σ p² if `squares`.
+    Log-probs of `targets` [N], logs of sums of exponentials, entropies if `entropy`, Σ p² if
+    `squares`.
     """
     rows, size = logits.shape
     log_probs, sums = (torch.empty(rows, dtype=torch.float32) for _ in range(2))
@@ -232,10 +228,9 @@ def head_gradients(
     temperature: float,
     entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return the gradients of logits [N, V].
+    """Return the gradients of logits [N, V] by those of log-probs.
 
-    `grad_log_probs` are the gradients of log-probs; `entropy` has entropies and their gradients:
-    contiguous float32 [N] each.
+    `entropy` has entropies and their gradients; all contiguous float32 [N].
     """
     (entropies, grad_entropy), out = entropy or (None, None), torch.empty_like(logits)
     _library().head_gradients(
@@ -433,10 +428,7 @@ def mlp_gradients(
     to_x: bool,
     to_weights: bool,
 ) -> list[Tensor | None]:
-    """Return the gradients of x and, in float32, of the three `matrices`.
-
-    `activations` are gate(x) and up(x).
-    """
+    """Return gradients of x and, in float32, three matrices; `activations` are gate(x), up(x)."""
     grad_x = torch.empty_like(x) if to_x else None
     gradients = [torch.empty_like(m, dtype=torch.float32) if to_weights else None for m in matrices]
     tensors = [x, *matrices, *activations, grad_x, grad_output, *gradients, None]
@@ -600,10 +592,7 @@ class RowsRead:
         return out
 
     def scatter(self, grad_output: Tensor, tokens: int) -> Tensor:
-        """Return the gradients [T, H] of all tokens, from those [N, H] of the tokens read.
-
-        No two rows are added up, where index_select's backward pass is made for that.
-        """
+        """Return the gradients [T, H] of all tokens, from those [N, H] of the tokens read."""
         index, grad_output = self.index[: self.count], grad_output[: self.count]
         if takes(grad_output):
             return scatter_rows(grad_output, index, tokens)
