@@ -69,9 +69,9 @@ def token_outputs(
     statistics: TokenStatistics = token_statistics,
     **options: Unpack[StatisticsOptions],
 ) -> TokenOutputs:
-    """Run `model` over a batch, its distributions being softmax(logits / temperature).
+    """Run `model` over a batch: its distributions are softmax(logits / temperature), on its device.
 
-    The KL is that to `reference`, if one is given. Results are on the model's device.
+    The KL is that to `reference`, if one is given.
     """
     seqs = left_align(batch)
     if reference is None and (head := _head(model)) is not None:
@@ -102,7 +102,7 @@ def response_states(model: nn.Module, seqs: Sequences) -> Tensor:
 def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None = None) -> Tensor:
     """Compute the outputs of a body's last norm `[B, L, H]` for padded rows; at padding, anything.
 
-    `position_ids [B, L]` are those of columns that are a share of longer rows.
+    `position_ids [B, L]`: of columns that are a share of longer rows.
     """
     body: Any = model.base_model
     ids = seqs.input_ids.to(_device(model))
@@ -380,8 +380,8 @@ class TopKReader(_LogitsReader):
 class DivergenceReader(_LogitsReader):
     """A student's `log_probs`, `entropy` and `divergence`, `[b, R]` each.
 
-    The divergence is the mean by `teacher_weights [b, T]` of those from `teachers`, whose logits
-    are computed here, or without any from the batch's `teacher_ids` and `teacher_log_probs`.
+    The divergence is the mean by `teacher_weights [b, T]` of those from `teachers`' logits, or
+    without any from the batch's `teacher_ids` and `teacher_log_probs`.
     """
 
     temperature: float

