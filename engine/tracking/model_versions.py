@@ -269,8 +269,8 @@ def all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
 def intact_copy(registry: ModelRegistry, version: ModelVersion, scratch: Path) -> Path:
     """Return a folder with a version's files, re-hashed: MLflow's own, or a download in `scratch`.
 
-    Raises LineageError for other content than the version's tags name and for a version without
-    tags, and TrackingError where MLflow doesn't answer.
+    Raises LineageError for a version without tags or with other content than they name, and
+    TrackingError where MLflow doesn't answer.
     """
     if not version.tags.get(ARTIFACT_TAG):
         raise LineageError(
