@@ -32,12 +32,12 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(x, mask, dim) / mask.bool().sum(dim).clamp(min=1)
 
 
-def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
-    """Return the variance inside the mask (scalar); 0 for fewer than two entries."""
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the variance (Bessel's) inside the mask (scalar); 0 for fewer than two entries."""
     mask = mask.bool()
     count = mask.sum()
     squares = masked_sum((mask_out(mask, x) - masked_mean(x, mask)).square(), mask)
-    variance = squares / (count - int(unbiased)).clamp(min=1)
+    variance = squares / (count - 1).clamp(min=1)
     return torch.where(count > 1, variance, torch.zeros_like(variance))
 
 
