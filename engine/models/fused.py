@@ -60,7 +60,7 @@ def layer_forward(
         read = None
     if not args and (out := _as_one(module, hidden_states, read, **kwargs)) is not None:
         return out
-    if args or any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms):
+    if args or any(map(_has_hooks, norms)):
         out = plain(hidden_states, *args, **kwargs)
         return out if read is None else read.of(out)
     residual, normed = decoder_layer.add_norm(hidden_states, None, norms[0])
@@ -68,7 +68,7 @@ def layer_forward(
     residual = residual if read is None else read.of(residual)
     residual, normed = decoder_layer.add_norm(residual, attended, norms[1])
     mlp = module.mlp
-    if mlp._forward_hooks or mlp._forward_pre_hooks or mlp._backward_hooks:
+    if _has_hooks(mlp):
         return residual + mlp(normed)
     return mlp(normed, residual=residual)
 
@@ -88,16 +88,14 @@ def _as_one(
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     linear = [*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     norms = module.input_layernorm, module.post_attention_layernorm
+    parts = attention, mlp, *norms
     if (
         segments is None
         or past_key_values is not None
         or hasattr(attention, "q_norm")
         or (attention.training and attention.attention_dropout)
-        or any(
-            part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
-            for part in (attention, mlp, *norms)
-        )
-        or not all(map(is_fused, (attention, mlp, *norms)))
+        or any(map(_has_hooks, parts))
+        or not all(map(is_fused, parts))
         or not (attends_packed(attention) and all(map(_is_plain, linear)))
         or any(matrix.bias is not None for matrix in linear[4:])
     ):
@@ -124,6 +122,10 @@ def _as_one(
         if decoder_layer.takes_layer(x, weights, call)
         else None
     )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def rotary_forward(

@@ -183,7 +183,7 @@ def _blocks(runs: tuple[Run, ...], device: torch.device) -> list[_Block]:
                 stop = min(end, first + _BLOCK)
                 parts = sizes if len(sizes) > 1 else [stop - first]
                 unseen = torch.block_diag(*(torch.ones(n, n).tril_() for n in parts)) == 0
-                seen = _joined([*prefix, (start, stop)])
+                seen = _seen(prefix, start, stop)
                 blocks.append(_Block(seen, slice(first, stop), unseen.to(device)))
     return blocks
 
@@ -193,15 +193,11 @@ def _prefix(run: Run) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in ends if start < stop]
 
 
-def _joined(parts: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """Join parts of the sequence that are neighbours."""
-    joined = [slice(*parts[0])]
-    for start, stop in parts[1:]:
-        if start == joined[-1].stop:
-            joined[-1] = slice(joined[-1].start, stop)
-        else:
-            joined.append(slice(start, stop))
-    return tuple(joined)
+def _seen(prefix: list[tuple[int, int]], start: int, stop: int) -> tuple[slice, ...]:
+    """Return the parts of a prefix, and of what follows it, as neighbour of the last one or not."""
+    if prefix and prefix[-1][1] == start:
+        *prefix, (start, _) = prefix
+    return tuple(slice(*part) for part in [*prefix, (start, stop)])
 
 
 def _clusters(runs: Iterable[Run]) -> list[list[Run]]:
