@@ -471,8 +471,8 @@ def linear_gradients(
     ):
         grad_weight = torch.empty_like(weight, dtype=torch.float32) if weight_needed else None
         grad_bias = weight.new_empty(len(weight), dtype=torch.float32) if bias_needed else None
-        part = {"weight": weight, "grad_output": grad_out}
-        parts.append(part | {"grad_weight": grad_weight, "grad_bias": grad_bias})
+        given = {"weight": weight, "grad_output": grad_out}
+        parts.append({**given, "grad_weight": grad_weight, "grad_bias": grad_bias})
     call, _parts = _linears_call(x, grad_x, parts, rotary)
     _call("linears_backward", call)
     return grad_x, [part[name] for part in parts for name in ("grad_weight", "grad_bias")]
