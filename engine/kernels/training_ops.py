@@ -333,7 +333,7 @@ def choose_linears(
     if not takes_products(x, weights, biases):
         return None
     sizes = (x.shape[-1], *(len(weight) for weight in weights))
-    return choose("linears", x.numel() // x.shape[-1], sizes, _run_linears(weights))
+    return choose("linears", x.numel() // x.shape[-1], sizes, partial(_run_linears, weights))
 
 
 def compiles_linears(
@@ -344,25 +344,21 @@ def compiles_linears(
     return choice is not None and choice.is_compiled
 
 
-def _run_linears(weights: Sequence[Tensor]) -> Callable[[bool, int], object]:
-    """Return what is timed: the layers, and all their gradients."""
-
-    def run(by_loops: bool, rows: int) -> object:
-        x = weights[0].new_full((rows, weights[0].shape[1]), 0.5)
-        if by_loops:
-            outs = linears(x, weights, [None] * len(weights))
-            needed = [True] * len(weights)
-            return linear_gradients(
-                x, weights, outs, to_x=True, to_weights=needed, to_biases=[False] * len(weights)
-            )
-        grad_x: Tensor | None = None
-        for weight in weights:
-            out = linear(x, weight)
-            grad_x = input_gradient(out, weight, grad_x)
-            weight_gradient(out, x)
-        return grad_x
-
-    return run
+def _run_linears(weights: Sequence[Tensor], by_loops: bool, rows: int) -> object:
+    """Compute the layers and all their gradients, to be timed."""
+    x = weights[0].new_full((rows, weights[0].shape[1]), 0.5)
+    if by_loops:
+        outs = linears(x, weights, [None] * len(weights))
+        needed = [True] * len(weights)
+        return linear_gradients(
+            x, weights, outs, to_x=True, to_weights=needed, to_biases=[False] * len(weights)
+        )
+    grad_x: Tensor | None = None
+    for weight in weights:
+        out = linear(x, weight)
+        grad_x = input_gradient(out, weight, grad_x)
+        weight_gradient(out, x)
+    return grad_x
 
 
 def choose_mlp(
@@ -372,31 +368,27 @@ def choose_mlp(
     if not takes_products(x, [gate, up, down], [residual]):
         return None
     rows, sizes = x.numel() // x.shape[-1], (x.shape[-1], len(gate))
-    return choose("mlp", rows, sizes, _run_mlp(gate, up, down))
+    return choose("mlp", rows, sizes, partial(_run_mlp, gate, up, down))
 
 
-def _run_mlp(gate: Tensor, up: Tensor, down: Tensor) -> Callable[[bool, int], object]:
-    """Return what is timed: the MLP, and all its gradients."""
-
-    def run(by_loops: bool, rows: int) -> object:
-        x = gate.new_full((rows, gate.shape[1]), 0.5)
-        if by_loops:
-            out, *kept = mlp(x, gate, up, down, keep=True)
-            matrices, activations = [gate, up, down], [each for each in kept if each is not None]
-            return mlp_gradients(matrices, x, activations, out, to_x=True, to_weights=True)
-        gated, raised = linear(x, gate), linear(x, up)
-        out = linear(silu_product(gated, raised), down)
-        grad_product = input_gradient(out, down)
-        grad_gated, grad_raised, product = silu_product_gradients(
-            gated, raised, grad_product, product=True
-        )
-        assert product is not None
-        weight_gradient(out, product)
-        weight_gradient(grad_gated, x)
-        weight_gradient(grad_raised, x)
-        return input_gradient(grad_raised, up, input_gradient(grad_gated, gate))
-
-    return run
+def _run_mlp(gate: Tensor, up: Tensor, down: Tensor, by_loops: bool, rows: int) -> object:
+    """Compute the MLP and all its gradients, to be timed."""
+    x = gate.new_full((rows, gate.shape[1]), 0.5)
+    if by_loops:
+        out, *kept = mlp(x, gate, up, down, keep=True)
+        matrices, activations = [gate, up, down], [each for each in kept if each is not None]
+        return mlp_gradients(matrices, x, activations, out, to_x=True, to_weights=True)
+    gated, raised = linear(x, gate), linear(x, up)
+    out = linear(silu_product(gated, raised), down)
+    grad_product = input_gradient(out, down)
+    grad_gated, grad_raised, product = silu_product_gradients(
+        gated, raised, grad_product, product=True
+    )
+    assert product is not None
+    weight_gradient(out, product)
+    weight_gradient(grad_gated, x)
+    weight_gradient(grad_raised, x)
+    return input_gradient(grad_raised, up, input_gradient(grad_gated, gate))
 
 
 def mlp(
@@ -515,9 +507,9 @@ _LARGEST_STEP = 8  # log2 of what is between two sizes
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [..., in] · weightᵀ [in, out] + bias [out]."""
-    if not _by_onednn(x, weight):
-        return F.linear(x, weight, bias)
-    return onednn_linear(x, weight, bias)
+    if _by_onednn(x, weight):
+        return onednn_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -532,10 +524,8 @@ def input_gradient(grad_output: Tensor, weight: Tensor, plus: Tensor | None = No
         return grad_output @ weight if plus is None else plus.addmm_(grad_output, weight)
     if plus is None:
         return linear(grad_output, weight.t())
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-        grad_output, plus, weight.t(), None, "add"
-    )
-    return out
+    binary: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.binary
+    return binary(grad_output, plus, weight.t(), None, "add")
 
 
 def weight_gradient(grad_output: Tensor, x: Tensor) -> Tensor:
