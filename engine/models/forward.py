@@ -65,24 +65,15 @@ def token_outputs(
     batch: Batch,
     temperature: float,
     *,
-    reference: Model | None = None,
     statistics: TokenStatistics = token_statistics,
     **options: Unpack[StatisticsOptions],
 ) -> TokenOutputs:
-    """Run `model` over a batch: its distributions are softmax(logits / temperature), on its device.
-
-    The KL is that to `reference`, if one is given.
-    """
+    """Run `model` over a batch, on its device; distributions are softmax(logits / temperature)."""
     seqs = left_align(batch)
-    if reference is None and (head := _head(model)) is not None:
+    if (head := _head(model)) is not None:
         states = response_states(model, seqs)  # type: ignore[arg-type]
         return read_states(head, states, seqs, batch, temperature, statistics, **options)
-    logits = model_logits(model, seqs)
-    reference_logits = None
-    if reference is not None:
-        with torch.no_grad():
-            reference_logits = model_logits(reference, seqs)
-    return read_tokens(logits, seqs, batch, temperature, statistics, reference_logits, **options)
+    return read_tokens(model_logits(model, seqs), seqs, batch, temperature, statistics, **options)
 
 
 def response_values(critic: CriticModel, batch: Batch) -> Tensor:
