@@ -259,9 +259,8 @@ def gae_turn(
     δ_k = r_k + γV_{k+1} − V_k; L_k = δ_k + γλL_{k+1}; A = whiten(L), R = L + V.
 
     r_k is the sum of turn k's rewards and V_k the value before its first token; all tokens of a
-    turn get its A and R. γ and λ discount turns, not tokens. With one token a turn it is `gae`.
-    Source: the turn level of VAGEN's Bi-Level GAE, arXiv 2510.16907; GAE is Schulman et al., arXiv
-    1506.02438, eq. 16.
+    turn get its A and R. γ and λ discount turns, not tokens.
+    Source: the turn level of VAGEN's Bi-Level GAE, arXiv 2510.16907; GAE as `gae`.
     """
     turns = inputs.turns
     rewards = turns.sum(inputs.token_level_rewards)

@@ -144,8 +144,8 @@ class Turns:
     ) -> Turns:
         """Find the turns of `response_mask` `[B, T]`.
 
-        Rows with one of `episode_ids` `[B]` are one episode (None: each row is), and `first_turn`
-        `[B]` is the number of a row's first turn.
+        `episode_ids` `[B]`: rows of one episode have one (None: each is one); `first_turn` `[B]`:
+        numbers.
         """
         mask = response_mask.bool()
         rows = mask.shape[0]
