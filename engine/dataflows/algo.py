@@ -130,8 +130,8 @@ class RequiredPasses:
     def of(config: RLConfig, dataflow: Dataflow) -> RequiredPasses:
         """The passes that the settings require.
 
-        Truncated sampling (top-k, top-p) renormalises, so its log-probs are not the policy's;
-        rollout correction compares both; R2 replays what routers chose in the trainer's pass.
+        Truncated sampling's log-probs are not the policy's; rollout correction compares both; R2
+        replays what routers chose in the trainer's pass.
         """
         algorithm, actor = config.algorithm, config.actor
         if dataflow.uses_reference is not None:
