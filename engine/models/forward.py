@@ -1,10 +1,9 @@
 """The trainer's forward pass over completions, and its outputs for each response token.
 
-Rows are aligned to the left, and only response positions meet the vocabulary head. A model that
-`packing.apply_packing` was called on runs its body on the rows without padding, and once on a
-prompt that several of them share; results have the same shapes. The pass has parts, for models that
-several ranks share: `response_states` (the body, where the head reads it; `hidden_states` is all of
-it), the head, and `read_tokens` (log-probs and entropy, by a `TokenStatistics`).
+Rows are aligned to the left, or packed where `packing.apply_packing` was called, and only response
+positions meet the vocabulary head. The pass has parts, for models that several ranks share:
+`response_states` (the body, where the head reads it; `hidden_states` is all of it), the head, and
+`read_tokens` (log-probs and entropy, by a `TokenStatistics`).
 
 An `OutputReader` runs a full model (`from_model`), or computes the outputs from the hidden states
 of a body that ran elsewhere (`from_hidden`): on another pipeline stage, or on a part of each

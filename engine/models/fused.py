@@ -2,9 +2,8 @@
 
 `apply_fused` gives norms, rotary positions, attention, MLP and the layers of one model instance the
 forwards below on the CPU, and those of `engine.kernels.liger` on CUDA, where Liger-Kernel is
-installed. They compute the same; the backward pass is written out, so that a sum of gradients is
-part of a matrix product, and what a pass can compute again is not stored. What attends (SDPA,
-packed rows, Ulysses) stays the module's choice. Their pieces are in `engine.kernels.decoder_layer`.
+installed. They compute the same, with a backward pass that stores less: see
+`engine.kernels.decoder_layer`. What attends (SDPA, packed rows, Ulysses) stays the module's choice.
 """
 
 from __future__ import annotations

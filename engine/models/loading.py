@@ -256,7 +256,7 @@ def check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where:
     """Raise ModelError when the tokenizer can emit ids that the embedding does not have.
 
     A special token beyond it counts where the chat template or an attribute such as `eos_token` has
-    it: Gemma 3's tokenizer has one for images that its text models lack, and no text becomes it.
+    it: Gemma 3's tokenizer has one for images that its text models lack.
     """
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}

@@ -31,8 +31,7 @@ _TOGETHER = 64  # queries of several segments that are computed with a mask (≤
 class Segments:
     """S runs of a packed sequence's T tokens, in order, each of one row.
 
-    A token sees its segment up to itself and, before that, all of the segment's prefix: what its
-    row shares with others, a prompt or several pieces of a tree.
+    A token sees its segment up to itself and all of the segment's prefix, which its row shares.
     """
 
     runs: tuple[Run, ...]

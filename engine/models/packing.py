@@ -163,10 +163,9 @@ def pack_rows(
 ) -> PackedRows:
     """Pack left-aligned rows `ids` [B, L] of `lengths` [B] tokens each, padding last.
 
-    Rows whose first `prompts` [B] tokens are the same have those in common (None: no row has), or,
-    with a `tree` of these rows, whatever they share in it. A row of id 0 fills T up to a multiple
-    of `multiple`; with `recurring`, to a `recurring_size` first. Raises DataError for a row without
-    tokens, or with fewer than its prompt's.
+    Rows share the same first `prompts` [B] tokens (None: nothing), or what they do in their `tree`.
+    A row of id 0 fills T up to a multiple of `multiple`; with `recurring`, to a `recurring_size`
+    first. Raises DataError for a row without tokens, or with fewer than its prompt's.
     """
     sizes, width = lengths.tolist(), ids.shape[1]
     if min(sizes) < 1 or max(sizes) > width:

@@ -1,10 +1,8 @@
 """Policies as configured: loaded whole, or without storage to be loaded shard by shard.
 
-They are plain, have new adapters, or are trained further with those of their folder. An
-`UnloadedModel` is built on the meta device, as transformers itself builds it, and every parameter
-is looked up in the folder's safetensors, which `runtime.apply_layout.load_shards` reads. Where one
-can't be, the model is loaded whole, which is logged once. Adapters, which are small, come with
-their values.
+An `UnloadedModel` is built on the meta device, and every parameter is looked up in the folder's
+safetensors, which `runtime.apply_layout.load_shards` reads. Where one can't be, the model is loaded
+whole, which is logged once. Adapters, which are small, come with their values.
 """
 
 from __future__ import annotations

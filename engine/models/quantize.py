@@ -32,8 +32,8 @@ class PackedWeight(nn.Parameter):
 class QuantizedLinear(nn.Linear):
     """A frozen linear whose weight `[out, in]` is packed; `dense()` is what it computes with.
 
-    nf4: 4-bit normal floats in blocks of 64, their scales in 8 bits (double quantisation), 4.13
-    bits a value. int8: 8-bit integers with one float32 scale a row. Both round once, here.
+    nf4: 4-bit normal floats in blocks of 64, scales in 8 bits (double quantisation), 4.13 bits a
+    value. int8: 8-bit integers with one float32 scale a row.
     """
 
     def __init__(self, linear: nn.Linear, kind: str) -> None:

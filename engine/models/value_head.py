@@ -185,7 +185,7 @@ def save_adapted(
 ) -> None:
     """Write a critic with adapters as the classifier that they make of its base.
 
-    Adapters and head alone go to `folder/adapter`, for peft. Raises StorageError as `save_tensors`.
+    Adapters and head alone go to `folder/adapter`. Raises StorageError as `save_tensors`.
     """
     head = {f"head.{name}": value for name, value in critic.head.state_dict().items()}
     plain = merged_copy(critic.backbone).state_dict()

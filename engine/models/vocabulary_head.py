@@ -289,8 +289,7 @@ def _gradients(
 def _statistics(
     logits: Tensor, targets: Tensor, request: _Request
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return log-probs [n], what `_logits_gradient` reads [n, V], and, where computed, [n] each:
-    logs of sums of exponentials, entropies and Σ p²."""
+    """Return log-probs [n], what `_logits_gradient` reads, logs of sums, entropies and Σ p² [n]."""
     tokens = (logits, targets, request.temperature)
     if training_ops.takes(logits):
         log_probs, sums, entropies, squares = training_ops.head_statistics(
