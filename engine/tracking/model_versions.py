@@ -226,10 +226,7 @@ def require_tagged_content(folder: Path, version: ModelVersion) -> None:
 
 
 def copy_faults(copy: str | Path, version: ModelVersion) -> list[str]:
-    """Re-hash a version's files at a path or address; return a sentence for each difference.
-
-    They are held against their manifest, if any, and against the version's tags, if it has some.
-    """
+    """Re-hash a version's files; return a sentence for each difference from manifest and tags."""
     what = f"MLflow's copy of {version.name} version {version.version}"
     try:
         facts, faults = _facts(copy)
