@@ -19,8 +19,7 @@ _LONGEST_TRACEBACK = 8000  # characters that travel to another process
 class EngineError(Exception):
     """Base of all errors raised by HybridFlyte on purpose.
 
-    They are pickled by message and attributes, whatever a subclass's constructor takes; the cause
-    travels as the text of its traceback.
+    Pickled by message and attributes; the cause travels as the text of its traceback.
     """
 
     def __init__(self, *arguments: object) -> None:

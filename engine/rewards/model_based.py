@@ -78,9 +78,9 @@ def likelihood(
     """Score B completions: β · log π(completion | messages), less `reference`'s where one is given.
 
     So ranks a policy that was trained on preferences, with a reference by DPO (its implicit reward,
-    arXiv 2305.18290, eq. 5). The log-prob is the sum over the completion's tokens and its end
-    token, or with `per_token` their mean. Raises RewardError for a folder that is no causal
-    language model, or has no chat template, and for a conversation that is longer than it reads.
+    arXiv 2305.18290, eq. 5). The log-prob is the sum, or with `per_token` the mean, over the
+    completion's tokens and its end token. Raises RewardError for no causal language model or chat
+    template, and for a conversation that is longer than it reads.
     """
 
     def log_probs(folder: str) -> list[float]:
