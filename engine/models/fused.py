@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from engine.kernels import decoder_layer, liger, training_ops
 from engine.kernels.training_ops import Rotary, RowsRead
 from engine.models.packed_attention import Segments
-from engine.models.packing import attends_packed
+from engine.models.packing import attends_packed, body_of
 
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
 _MIN_TOKENS_A_POSITION = 4  # from which on each position's rotary numbers are computed once
@@ -275,7 +275,7 @@ def apply_fused(model: Any, device: torch.device | None = None) -> bool:
             model.config.model_type,
         )
         return False
-    for module in _parts(layers, _body(model)):
+    for module in _parts(layers, body_of(model)):
         _fuse(module, device)
     return True
 
@@ -293,7 +293,7 @@ def _layers(model: nn.Module, device: torch.device) -> list[Any]:
     """Return the decoder layers that can have fused forwards; none of a model that can't."""
     if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
         return []
-    body = _body(model)
+    body = body_of(model)
     if device.type == "cpu":
         if not all(p.device.type == "cpu" and not is_sharded(p) for p in body.parameters()):
             return []
@@ -301,11 +301,6 @@ def _layers(model: nn.Module, device: torch.device) -> list[Any]:
         return []
     layers = list(body.layers)
     return layers if all(_is_gated(layer.mlp) for layer in layers) else []
-
-
-def _body(model: nn.Module) -> Any:
-    """Return the decoder of a model or a critic; a pipeline stage is one itself."""
-    return getattr(model, "base_model", model)
 
 
 def _parts(layers: list[Any], body: nn.Module) -> list[nn.Module]:
@@ -342,7 +337,7 @@ def _is_gated(mlp: nn.Module) -> bool:
 
 def takes_rows_read(model: nn.Module) -> bool:
     """Tell whether the last layer of `model` takes `read`, to leave out rows that nobody reads."""
-    layers = _body(model).layers if hasattr(_body(model), "layers") else []
+    layers = body_of(model).layers if hasattr(body_of(model), "layers") else []
     return bool(layers) and is_fused(layers[-1]) and not torch.is_autocast_enabled("cpu")
 
 
@@ -363,7 +358,7 @@ def _agrees(layer: Any, model: Any) -> bool:
                 for part in parts if fused else []:
                     _fuse(part, device)
                 x = hidden.clone().requires_grad_()
-                rotary = _body(model).rotary_emb(x, positions)
+                rotary = body_of(model).rotary_emb(x, positions)
                 out = layer(
                     x, attention_mask=None, position_ids=positions, position_embeddings=rotary
                 )

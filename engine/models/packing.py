@@ -273,14 +273,19 @@ def apply_packing(model: PreTrainedModel | CriticModel, packing: Packing = True)
     set_packing(model, packing)
 
 
+def body_of(model: nn.Module) -> Any:
+    """Return the decoder of a model or a critic; a pipeline stage is one itself."""
+    return getattr(model, "base_model", model)
+
+
 def set_packing(model: nn.Module, packing: Packing) -> None:
     """Say when `model`, which packing was applied to, is to be given packed rows."""
-    getattr(model, "base_model", model).__dict__[_MARK] = packing
+    body_of(model).__dict__[_MARK] = packing
 
 
 def packing_of(model: nn.Module) -> Packing:
     """Return when a model or its body gets packed rows; False where packing wasn't applied."""
-    packing: Packing = getattr(getattr(model, "base_model", model), _MARK, False)
+    packing: Packing = getattr(body_of(model), _MARK, False)
     return packing
 
 

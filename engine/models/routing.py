@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import Batch
-from engine.models.packing import PackedRows, Sequences, left_align_tokens, restore_columns
+from engine.models.packing import PackedRows, Sequences, body_of, left_align_tokens, restore_columns
 
 _OPEN = "routing"  # an attribute of a model's body while a Routing is open
 
@@ -94,7 +94,7 @@ class Routing:
 @contextmanager
 def routing(model: nn.Module, batch: Batch, *, replay: bool = False) -> Iterator[Routing]:
     """Record what `model`'s routers choose in a pass over `batch`, or `replay` what it says."""
-    opened, body = Routing(model, batch, replay), _body(model)
+    opened, body = Routing(model, batch, replay), body_of(model)
     handles = [
         router.register_forward_hook(partial(opened._choose, layer))
         for layer, router in enumerate(opened._routers)
@@ -110,7 +110,7 @@ def routing(model: nn.Module, batch: Batch, *, replay: bool = False) -> Iterator
 
 def open_routing(model: nn.Module) -> Routing | None:
     """Return the Routing that is open for `model`, or for the model whose body it is."""
-    opened: Routing | None = getattr(_body(model), _OPEN, None)
+    opened: Routing | None = getattr(body_of(model), _OPEN, None)
     return opened
 
 
@@ -125,7 +125,3 @@ def _scores(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
     if getattr(router, "norm_topk_prob", True):  # Mixtral's have no such setting
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
-
-
-def _body(model: nn.Module) -> nn.Module:
-    return getattr(model, "base_model", model)
