@@ -8,22 +8,20 @@ that the reward role has (`trainer.pools`), without one on the CPU.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import operator
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from engine.errors import RewardError
+from engine.errors import ModelError, RewardError
 from engine.rewards.reward_function import register_reward
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -219,6 +217,8 @@ def load_scoring_model(
     import torch
     import transformers
 
+    from engine.data.tokenizer import load_tokenizer
+
     if not folder:
         raise RewardError("this reward needs reward.options.model, a folder or hub id")
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -227,8 +227,8 @@ def load_scoring_model(
         model = getattr(transformers, f"AutoModelFor{head}").from_pretrained(
             folder, dtype=precision, trust_remote_code=False
         )
-        tokenizer = _tokenizer_class(folder).from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError, ModelError) as error:
         raise RewardError(
             f"reward.options.model={folder!r} can't be loaded as AutoModelFor{head} "
             f"({' '.join(str(error).split())[:300]})"
@@ -238,24 +238,9 @@ def load_scoring_model(
             f"reward.options.model={folder!r} has {model.config.num_labels} labels a token, and a "
             "process reward model has one; train it with reward_model.head=token"
         )
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return ScoringModel(model.to(on).eval(), tokenizer)
-
-
-def _tokenizer_class(folder: str) -> type[AutoTokenizer | PreTrainedTokenizerBase]:
-    """The class that reads the folder's tokenizer as it was in training."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    config = Path(folder) / "tokenizer_config.json"
-    if not config.is_file() or not (Path(folder) / "tokenizer.json").is_file():  # a hub id, say
-        return AutoTokenizer
-    saved = json.loads(config.read_text()).get("tokenizer_class")
-    # Beside Qwen2's config.json, AutoTokenizer would split words as Qwen2 does.
-    generic = saved in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return PreTrainedTokenizerFast if generic else AutoTokenizer
 
 
 def _prompt_and_answer(
