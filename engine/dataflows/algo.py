@@ -236,10 +236,9 @@ class Algo:
     def advantages(self, lazy: LazyBatch) -> Batch:
         """The fields that the updates read, all `[B, R]`; waits for the batch.
 
-        `token_level_rewards`, `advantages`, `returns`, and the `response_mask` to train with
-        (without failed rewards, with `mask_truncated` truncated rows, and what correction rejects).
-        With correction `rollout_is_weights`, and what the policy loss prepares over the global
-        batch.
+        `token_level_rewards`, `advantages`, `returns`, and the `response_mask` to train with: rows
+        whose reward failed, truncated ones with `mask_truncated` and what correction rejects are
+        out. With correction `rollout_is_weights`, and what the policy loss prepares.
         """
         batch = lazy.resolve()
         with span("advantages"):
@@ -251,11 +250,11 @@ class Algo:
         fields, mask = self._rollout_correction(batch, present)
         # Estimators see the mask before rejection: a reward on a rejected token still counts.
         known = batch | fields
-        inputs = {name: known[name] for name in _OPTIONAL_INPUTS if name in known}
+        optional = {name: known[name] for name in _OPTIONAL_INPUTS if name in known}
         if "old_log_probs" in self.estimator.requires:
-            inputs["old_log_probs"] = _old_log_probs(batch)
-        known_inputs = AdvantageInputs(rewards, present, batch["group_ids"], **inputs)
-        out = self.estimator(known_inputs, **self._options)
+            optional["old_log_probs"] = _old_log_probs(batch)
+        inputs = AdvantageInputs(rewards, present, batch["group_ids"], **optional)
+        out = self.estimator(inputs, **self._options)
         if self.config.algorithm.mask_truncated:
             mask = shaping.without_truncated(mask, batch["truncated"])
         advantages = mask_out(mask, out.advantages.float())

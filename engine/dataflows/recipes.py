@@ -52,10 +52,9 @@ class DynamicSampling:
     def rounds(self, prompts: Batch) -> Iterator[Batch]:
         """Prompts to sample next, first `prompts`; call `add` for each."""
         limit = self._algo.config.algorithm.filter_groups.max_num_gen_batches
+        more = self._algo.more_prompts
         yield prompts
-        while (more := self._algo.more_prompts) and self._rollouts < limit:
-            if self._groups >= self._wanted:
-                return
+        while more and self._groups < self._wanted and self._rollouts < limit:
             yield more()
 
     def add(self, lazy: LazyBatch) -> None:
