@@ -163,9 +163,10 @@ def pack_rows(
 ) -> PackedRows:
     """Pack left-aligned rows `ids` [B, L] of `lengths` [B] tokens each, padding last.
 
-    Rows share the same first `prompts` [B] tokens (None: nothing), or what they do in their `tree`.
-    A row of id 0 fills T up to a multiple of `multiple`; with `recurring`, to a `recurring_size`
-    first. Raises DataError for a row without tokens, or with fewer than its prompt's.
+    Rows with the same first `prompts` [B] tokens have those in common (None: none has), or, with a
+    `tree` of these rows, what they share in it. A row of id 0 fills T up to a multiple of
+    `multiple`; with `recurring`, to a `recurring_size` first. Raises DataError for a row without
+    tokens, or with fewer than its prompt's.
     """
     sizes, width = lengths.tolist(), ids.shape[1]
     if min(sizes) < 1 or max(sizes) > width:
@@ -347,9 +348,10 @@ def attends_packed(attention: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Rows that start at column 0, and where each response token's prediction is read.
+    """Rows from column 0 on, and where each response token's prediction is read.
 
-    `packed`: `input_ids` are [1, T], of rows laid out as one, and `positions` are columns of it.
+    Padding comes last: causal attention alone keeps it out. `packed`: `input_ids` are [1, T], of
+    rows laid out as one, and `positions` are columns of it.
     """
 
     input_ids: Tensor  # [B, L] long; row = prompt, response, padding
