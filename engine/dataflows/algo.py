@@ -267,9 +267,10 @@ class Algo:
         return fields | self._prepared(batch, advantages, mask)
 
     def _prepared(self, batch: Batch, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        tensors = _old_log_probs(batch), advantages, mask
-        options = {"generator": self.generator, **self._loss_options}
-        return policy_losses.prepare(self._loss_mode, *tensors, **options)
+        name, options, old = self._loss_mode, self._loss_options, _old_log_probs(batch)
+        return policy_losses.prepare(
+            name, old, advantages, mask, generator=self.generator, **options
+        )
 
     def shaped_rewards(self, batch: Batch, mask: Tensor) -> Tensor:
         """Scores, clipped and less the penalty for length, `[B, R]`, before any KL."""
