@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from engine.console import points
-from engine.errors import ConfigError, LineageError, StorageError
+from engine.errors import ConfigError, LineageError, StorageError, first_line
 from engine.evaluation.metrics import Interval
 from engine.evaluation.summary import EvaluationComparison, ModelSummary
 from engine.lineage.graph import ArtifactNode
@@ -396,9 +396,9 @@ def push(
     except (OSError, ValueError, RuntimeError, HTTPError, HFValidationError) as error:
         # huggingface_hub 2.4 wraps the error of an upload in a RuntimeError.
         source = (error.__cause__ if isinstance(error, RuntimeError) else None) or error
-        reason = (str(source).strip() or type(source).__name__).splitlines()[0]
         raise StorageError(
-            f"{PREFIX}{name} could not be written: {reason}; nothing was committed; check "
-            "the name, the network and the token (hf auth login, or HF_TOKEN with write access)"
+            f"{PREFIX}{name} could not be written: {first_line(source)}; nothing was committed; "
+            "check the name, the network and the token (hf auth login, or HF_TOKEN with write "
+            "access)"
         ) from error
     return str(commit.commit_url)

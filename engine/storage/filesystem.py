@@ -24,7 +24,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
-from engine.errors import ConfigError, EngineError, ModelError, StorageError
+from engine.errors import ConfigError, EngineError, ModelError, StorageError, first_line
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
@@ -254,12 +254,11 @@ def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None
 
 def loading_error(error: Exception) -> str:
     """transformers' reason why a folder or hub id can't be loaded, in one line."""
-    text = str(error).strip() or type(error).__name__
-    if "trust_remote_code" in text:
+    if "trust_remote_code" in str(error):
         return (
             "it needs code of its own, which is never run; give a model transformers loads itself"
         )
-    return text.splitlines()[0]
+    return first_line(error)
 
 
 T = TypeVar("T")
@@ -487,8 +486,7 @@ def error_code(error: BaseException | None) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return the first line of what went wrong."""
-    text = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
-    return str(text).splitlines()[0].rstrip(".")
+    return str(getattr(error, "strerror", None) or first_line(error)).rstrip(".")
 
 
 def _response(error: BaseException | None) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from sharded_training import (
     train,
 )
 from thorough import and_slow
-from tiny_engine import response_log_probs, tiny_model, training_batch
+from tiny_engine import outputs_with_kl, response_log_probs, tiny_model, training_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from engine.config import OptimConfig, ParallelConfig
-from engine.models.forward import response_values, token_outputs
+from engine.models.forward import response_values
 from engine.models.lora import BaseModelView
 from engine.models.value_head import create_critic_model
 from engine.parallel import fsdp
@@ -196,7 +196,7 @@ def policy_and_its_base_in_one_pass() -> None:
         if sharded:
             fsdp.shard_model(model, ranks, ParallelConfig(), layers=decoder_layers(model))
         out = fsdp.run_forward(
-            model, lambda m=model: token_outputs(m, batch, 1.0, reference=BaseModelView(m))
+            model, lambda m=model: outputs_with_kl(m, batch, 1.0, BaseModelView(m))
         )
         assert out.full_kl is not None
         (out.full_kl.sum() + out.log_probs.mean()).backward()
