@@ -230,7 +230,6 @@ def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
 
 
 def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
-    """Return the layout on `ranks` ranks."""
     layout = Layout.of(parallel)
     if layout.world_size == ranks:
         return parallel
