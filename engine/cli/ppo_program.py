@@ -45,8 +45,6 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts for training and validation."""
-
     loader: PromptLoader
     validation: list[Row]
     longest: int  # prompt of both, in tokens
@@ -54,10 +52,7 @@ class Prompts:
 
 
 def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> Prompts:
-    """Read all files; raise DataError or ConfigError for rows and settings that don't fit.
-
-    `context` is the model's limit in tokens.
-    """
+    """Read all files; DataError or ConfigError for what doesn't fit a model of `context` tokens."""
     data, batch, left_out = config.data, config.rl.trainer.train_batch_size, LeftOut()
     variables = data.apply_chat_template_kwargs
     tokenizer = with_template_variables(tokenizer, variables)
@@ -138,8 +133,7 @@ def _rows(
     left_out.control_tokens += spelling
     if not rows and spelling:
         raise DataError(
-            f"{key}: all {spelling} rows spell control tokens, and data.control_tokens=drop leaves "
-            "them out; set it to escape"
+            f"{key}: all {spelling} rows spell control tokens; set data.control_tokens=escape"
         )
     if not rows:
         raise DataError(f"{key}: no row is left; {left_out.bad[-1]}")
@@ -153,11 +147,9 @@ def _rows(
 
 
 def _check_alike(before: Sequence[Row], rows: Sequence[Row], path: str, key: str) -> None:
-    """Raise DataError where a file has other columns than those before it."""
     if other := (before[0].keys() ^ rows[0].keys()) - {"prompt_ids"}:
         raise DataError(
-            f"{path} and the file before it in {key} differ in columns {sorted(other)}; make them "
-            "equal"
+            f"{path} and the file before it in {key} differ in columns {sorted(other)}; align them"
         )
     has, had = (part[0]["reward_model"]["ground_truth"] is not None for part in (rows, before))
     if has != had:
@@ -279,8 +271,7 @@ def _with_gpus(config: RunConfig) -> RunConfig:
 def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     """Yield the lines that say what the run would be; raises as the run would before its start.
 
-    `accelerator` is the kind of GPU that memory and time are estimated for, by Ray's name; empty:
-    that of this machine, or H100 for ranks of several GPUs.
+    `accelerator`: the kind of GPU to estimate for, by Ray's name; empty: this machine's, or H100.
     """
     check_config(config.rl, config.data.max_response_length)
     model = run_folder.local_model(config.model.path)

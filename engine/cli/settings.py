@@ -261,7 +261,6 @@ def _samplers(rl: RLConfig, ranks: int) -> tuple[int, dict[str, object]]:
 
 
 def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
-    """Return the layout on `ranks` ranks."""
     layout = Layout.of(parallel)
     if layout.world_size == ranks:
         return parallel
