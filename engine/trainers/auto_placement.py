@@ -22,7 +22,7 @@ from engine.config.training import OfflineConfig
 from engine.console import say
 from engine.controller.placement import Pool, require_capacity
 from engine.dataflows import choose_dataflow
-from engine.errors import ConfigError, EngineError, PlacementError
+from engine.errors import ConfigError, EngineError, PlacementError, first_line
 from engine.kernels import liger
 from engine.models import MIXTURES, resolve_dtype, text_config
 from engine.parallel.decoder_plan import FAMILIES
@@ -251,7 +251,7 @@ def plan_for(
             ]
             require_capacity(sized, nodes)
         except EngineError as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         return ""
 
     def plan(part: planner.Workload, machines: planner.Cluster) -> planner.PlacementPlan:

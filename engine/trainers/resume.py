@@ -22,7 +22,7 @@ from engine.checkpoint.state_dict import StateDict
 from engine.config import RLConfig
 from engine.controller.groups import Roles
 from engine.controller.local_groups import threads_left_behind
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, first_line
 from engine.tracking.connection import flatten
 from engine.trainers.huggingface_export import BackgroundExporter
 from engine.trainers.run_spec import RunSpec
@@ -397,7 +397,7 @@ def run_with_retries(
                 checkpoint = find_latest(checkpoint_dir)
             except errors.DamagedCheckpointError:  # the next attempt says that all are
                 checkpoint = None
-            step, cause = checkpoint.step if checkpoint else 0, str(error).splitlines()[0]
+            step, cause = checkpoint.step if checkpoint else 0, first_line(error)
             failed = 1 if step > newest else failed + 1
             newest = max(newest, step)
             if failed >= max_attempts or threads_left_behind():
