@@ -224,6 +224,28 @@ def test_an_interrupted_episode_asks_again_and_samples_what_is_new(
     assert len(episode.actions) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_thousand_episodes_play_at_once(
+    served: Served, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Each has its own `openai` client; none goes on before all have asked."""
+    count = 1000
+    [token] = tokenizer.encode("7", add_special_tokens=False)
+    stream: Any = Digits(token)
+    name = f"{Path(__file__).with_name('agents_of_users.py')}:together"
+    agents = AgentPool(name, {"count": count}, 0, 900.0, 900.0)
+    player = AgentPlayer(stream, agents, concurrency=count)
+    made, limits = served.session.episode.tokenizer, EpisodeLimits(400, 600)
+    episodes = [Episode(key, key, 0, made, limits, [1]) for key in range(count)]
+    player.play(episodes, [{"prompt": []}] * count)
+    agents.close()
+    assert {(episode.end, episode.error) for episode in episodes} == {("done", "")}
+    assert {episode.transcript.turns for episode in episodes if episode.transcript} == {2}
+    assert {len(episode.transcript.sequences) for episode in episodes if episode.transcript} == {1}
+    assert len(stream.open) == len(set(stream.open)) == 2 * count
+
+
 def test_a_program_ends_with_its_rollout() -> None:
     def children() -> list[psutil.Process]:
         return [c for c in psutil.Process().children(recursive=True) if "600.5" in c.cmdline()]
