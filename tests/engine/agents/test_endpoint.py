@@ -105,6 +105,28 @@ def test_a_turn_that_comes_as_the_episode_ends_is_not_recorded(served: Served) -
     assert served.session.recorder.turns == []
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_late_turn_ends_the_episode_unless_it_had_its_end(
+    served: Served, tokenizer: PreTrainedTokenizerBase, whole: bool
+) -> None:
+    [token] = tokenizer.encode("7", add_special_tokens=False)
+    last = served.session.episode.tokenizer.stop_ids[0] if whole else token
+    with ThreadPoolExecutor(1) as client:
+        call = client.submit(served.ask)
+        turn = served.turns.get(timeout=20.0)
+        turn.late = True
+        part = PartialCompletion(0, [token, last], [-1.0, -1.0], [0, 0])
+        served.endpoint.resolve([(turn, part)])
+        assert call.result().status_code == 200
+        again = client.submit(served.ask, {**ASK, "seed": 1})
+        if whole:
+            served.endpoint.resolve([(served.turns.get(timeout=20.0), part)])
+        else:
+            assert again.result().json()["error"]["code"] == "episode_turn_seconds"
+        assert again.result().status_code == (200 if whole else 400)
+    assert served.session.limit == (None if whole else "turn_seconds")
+
+
 def test_a_loop_that_is_held_up_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served.ask({}).status_code == 400
     monkeypatch.setattr(endpoint, "_LOOP_S", 0.1)
