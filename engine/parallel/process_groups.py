@@ -20,25 +20,44 @@ from engine.parallel.layout import AXES, Layout
 SHARD_AXES = ("fsdp", "sp")
 
 
-def init_process_group(address: str, rank: int, world_size: int, timeout_s: float) -> None:
+RENDEZVOUS_TIMEOUT_S = 120.0
+COLLECTIVE_TIMEOUT_S = 600.0  # NCCL's watchdog counts from when a collective is enqueued
+
+
+def init_process_group(
+    address: str,
+    rank: int,
+    world_size: int,
+    rendezvous_s: float = RENDEZVOUS_TIMEOUT_S,
+    collective_s: float = COLLECTIVE_TIMEOUT_S,
+) -> None:
     """Join the default process group whose rendezvous is at `address` ("host:port").
 
-    A rank that dies makes the others' collectives raise within `timeout_s`. Raises WorkerError
-    if not all ranks have joined by then.
+    A rank that stays away makes the others' collectives raise within `collective_s`; of one that
+    has died, gloo's raise at once. Raises WorkerError if not all ranks have joined within
+    `rendezvous_s`.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    host, _, port = address.rpartition(":")
     try:
+        store = dist.TCPStore(
+            host.strip("[]"),
+            int(port),
+            world_size,
+            rank == 0,
+            timeout=timedelta(seconds=rendezvous_s),
+        )
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{address}",
+            store=store,
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=collective_s),
         )
     except (RuntimeError, ValueError) as error:
         raise WorkerError(
             f"rank {rank} of {world_size} could not meet the others at {address} within "
-            f"{timeout_s:g} s: {error}; check that all nodes reach that port"
+            f"{rendezvous_s:g} s: {error}; check that all nodes reach that port"
         ) from error
 
 
@@ -110,7 +129,7 @@ class Ranks:
 
 
 def _set_timeout(group: dist.ProcessGroup) -> None:
-    """Give a group of a mesh the deadline that the ranks joined with: it has torch's 30 minutes."""
+    """Give a group of a mesh the default group's deadline: it has torch's 30 minutes."""
     default_group = dist.distributed_c10d._get_default_group()
     device = "cpu" if "gloo" in str(dist.get_backend_config(default_group)) else "cuda"
     backend = default_group._get_backend(torch.device(device))

@@ -137,13 +137,12 @@ class _Share:
 
 Metrics = dict[str, MeanAccumulator]
 Loss = Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
-RENDEZVOUS_TIMEOUT_S = 120.0
 
 
 def init_mesh(layout: Layout, rank: int, world_size: int, address: str) -> Ranks:
     """This process's place in `layout`; `address`: where the ranks meet, "host:port"."""
     if layout.world_size > 1 and not dist.is_initialized():
-        init_process_group(address, rank, world_size, RENDEZVOUS_TIMEOUT_S)
+        init_process_group(address, rank, world_size)
     return Ranks.form(layout, process_device().type)
 
 
