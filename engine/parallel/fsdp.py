@@ -103,6 +103,15 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def reduce_over_copies(model: nn.Module, reduce: bool) -> None:
+    """Set whether backward passes also sum gradients over `dp`, which one pass a step must do.
+
+    The others sum over the shard group alone, and keep their part in float32.
+    """
+    if isinstance(model, fsdp.FSDPModule):
+        model.set_requires_all_reduce(reduce)
+
+
 def checkpoint_activations(layers: Sequence[nn.Module]) -> None:
     """Make each layer, in place, keep its inputs only and compute again in backward.
 

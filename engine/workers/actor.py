@@ -33,6 +33,7 @@ from engine.config import (
 from engine.data.collate import token_budget_batches
 from engine.errors import CheckpointError
 from engine.models import forward
+from engine.parallel import fsdp
 from engine.parallel.layout import Layout
 from engine.runtime import sharded_model
 from engine.runtime.optimizer import update_metrics
@@ -83,14 +84,15 @@ class TrainingWorker(StatefulWorker):
         if sharded.has_stages:  # torch's schedule (1F1B) interleaves the passes, and calls the loss
             parts = sharded.train_stages(passes, len(micros), reader, loss)
         else:
-            for micro in passes[: len(micros)]:
+            for number, micro in enumerate(passes):
+                fsdp.reduce_over_copies(sharded.module, number == len(passes) - 1)
                 with sharded.forward(micro, reader) as outputs:
+                    if number >= len(micros):  # for collectives of ranks that have more rows
+                        sharded_model.zero_loss(outputs).backward()
+                        continue
                     value, metrics = loss(outputs, micro)
                     sharded.scaled(value).backward()
                 parts.append(metrics)
-            for micro in passes[len(micros) :]:  # for collectives of ranks that have more rows
-                with sharded.forward(micro, reader) as outputs:
-                    sharded_model.zero_loss(outputs).backward()
         sharded.all_reduce_gradients()
         return parts
 
