@@ -30,7 +30,11 @@ class ParallelConfig(Section):
     packing: bool | Literal["auto"] = "auto"
     """Rows as one sequence without padding, a shared prompt computed once; auto: where that saves a
     twentieth of the positions"""
-    offload_params: bool = Field(False, description="Keep weights in CPU memory between uses")
+    offload_params: bool = False
+    """With fsdp: move the weights to CPU memory between phases, as during rollout"""
+    offload_policy: bool = False
+    """With fsdp: weights, gradients and moments stay in CPU memory, where Adam runs; a layer is
+    copied to the device for each use (FSDP2's CPUOffloadPolicy)"""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in CPU memory between updates"""
     activation_checkpointing: bool = False

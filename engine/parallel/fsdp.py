@@ -7,7 +7,8 @@ sharding; it works without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
@@ -52,7 +53,7 @@ def shard_model(
     dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = fsdp.OffloadPolicy()
-    if config.offload_params:
+    if config.offload_policy:
         offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     special = {
         p
@@ -110,6 +111,51 @@ def reduce_over_copies(model: nn.Module, reduce: bool) -> None:
     """
     if isinstance(model, fsdp.FSDPModule):
         model.set_requires_all_reduce(reduce)
+
+
+class OffloadedWeights:
+    """A model's weights in CPU memory except while `on_device` is entered, as verl offloads them.
+
+    Outside they can't be read: their storages on the device are empty. Parameters, gradients, hooks
+    and views of the shards stay what they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._users = model, 0
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        storages = {s._cdata: s for s in (part.untyped_storage() for part in parts)}
+        self._on_device = [
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage in storages.values()
+        ]
+        self._on_cpu = [
+            torch.empty(len(part), dtype=torch.uint8, pin_memory=part.is_cuda)
+            for part in self._on_device
+        ]
+        self._offload()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have the weights on the device in the block, and in blocks inside it."""
+        if not self._users:
+            for part, copy in zip(self._on_device, self._on_cpu, strict=True):
+                part.untyped_storage().resize_(len(copy))
+                part.copy_(copy, non_blocking=True)
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._offload()
+
+    def _offload(self) -> None:
+        reshard(self._model)
+        for part, copy in zip(self._on_device, self._on_cpu, strict=True):
+            copy.copy_(part, non_blocking=True)  # storages are reused in the stream's order
+            part.untyped_storage().resize_(0)
+        if any(part.is_cuda for part in self._on_device):
+            torch.cuda.empty_cache()  # rollout engines have allocators of their own
 
 
 def checkpoint_activations(layers: Sequence[nn.Module]) -> None:

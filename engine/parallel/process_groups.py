@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -126,6 +128,13 @@ class Ranks:
         largest = torch.tensor(value, device=self.mesh.device_type)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return int(largest)
+
+    def cores(self) -> int:
+        """Return this rank's share of its machine's cores; all ranks call it together."""
+        machines = [platform.node()] * self.layout.world_size
+        if self.mesh is not None:
+            dist.all_gather_object(machines, platform.node())
+        return max(1, len(os.sched_getaffinity(0)) // machines.count(platform.node()))
 
 
 def _set_timeout(group: dist.ProcessGroup) -> None:

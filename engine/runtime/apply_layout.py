@@ -159,7 +159,7 @@ def apply_layout(
     apply_ulysses(module, ranks)
     fsdp.shard_model(module, ranks, config, layers=layers)
     if unloaded is not None and not whole:
-        offloaded = shards and config.offload_params
+        offloaded = shards and config.offload_policy
         load_shards(module, unloaded, device, torch.device("cpu") if offloaded else device)
     return module
 

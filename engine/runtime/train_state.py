@@ -87,7 +87,7 @@ class ShardedTrainState:
         state = dict(own.get("optimizer"))
         known = {name: value for name, value in moments.items() if value}
         self.optimizer.load_state_dict(state | {"moments": known})
-        with torch.no_grad():
+        with torch.no_grad(), self._sharded.on_device():
             for part in stored:
                 _fill_weights(part, boxes[part.name])
         self.generator.set_state(own.get("rng", "minibatches").clone())

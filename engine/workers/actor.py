@@ -8,6 +8,7 @@ losses in `engine.algorithms`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,15 +57,19 @@ class TrainingWorker(StatefulWorker):
     sharded: ShardedModel  # these two are set by the role's constructor
     train_state: ShardedTrainState
 
+    def on_device(self) -> AbstractContextManager[object]:
+        return self.sharded.on_device()
+
     def mini_batches(
         self, batch: Batch, config: ActorConfig | CriticConfig, unit: int = 1
     ) -> Iterator[Batch]:
         """The rows of each optimizer step of an update; `unit` consecutive rows stay together."""
         units, size = torch.arange(len(batch)).view(-1, unit), config.ppo_mini_batch_size // unit
         ranks, generator = self.sharded.ranks, self.train_state.generator
-        for _ in range(config.ppo_epochs):
-            for index in sharded_model.minibatch_indices(len(units), size, ranks, generator):
-                yield batch if len(index) == len(units) else batch.rows(units[index].flatten())
+        with self.on_device():
+            for _ in range(config.ppo_epochs):
+                for index in sharded_model.minibatch_indices(len(units), size, ranks, generator):
+                    yield batch if len(index) == len(units) else batch.rows(units[index].flatten())
 
     def finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
         """The metrics of all ranks' micro-batches, and of the optimizer steps of an update."""

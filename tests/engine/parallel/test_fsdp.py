@@ -67,7 +67,7 @@ def test_training_equals_one_ranks(runs: list[Run]) -> None:
     "layout", and_slow([Layout(fsdp=2)], [Layout(dp=2), Layout(dp=2, fsdp=2)]), ids=str
 )
 def test_memory_savers_change_nothing(layout: Layout) -> None:
-    savers = {"offload_params": True, "offload_optimizer": True, "activation_checkpointing": True}
+    savers = {"offload_policy": True, "offload_optimizer": True, "activation_checkpointing": True}
     runs = [
         Run(layout, "qwen2", parallel=ParallelConfig.model_validate(savers)),
         Run(layout, "qwen2", parallel=ParallelConfig(activation_checkpointing=True), lora=True),
@@ -311,7 +311,7 @@ def test_nothing_is_shared_where_the_layout_shares_nothing() -> None:
     model = tiny_model("llama")
     kind, names = type(model), [name for name, _ in model.named_parameters()]
     fsdp.shard_model(
-        model, Ranks(Layout()), ParallelConfig(offload_params=True), layers=decoder_layers(model)
+        model, Ranks(Layout()), ParallelConfig(offload_policy=True), layers=decoder_layers(model)
     )
     fsdp.reshard(model)
     assert type(model) is kind
