@@ -39,6 +39,9 @@ class ParallelConfig(Section):
     """Keep the optimizer's moments in CPU memory between updates"""
     activation_checkpointing: bool = False
     """Keep layers' inputs only and recompute the rest in backward"""
+    activation_offload: bool = False
+    """As activation_checkpointing, and on a GPU those inputs wait in pinned CPU memory: for rows of
+    very many tokens"""
 
 
 class PoolConfig(Section):

@@ -8,13 +8,14 @@ sharding; it works without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -158,19 +159,50 @@ class OffloadedWeights:
             torch.cuda.empty_cache()  # rollout engines have allocators of their own
 
 
-def checkpoint_activations(layers: Sequence[nn.Module]) -> None:
+def checkpoint_activations(layers: Sequence[nn.Module], *, offload: bool = False) -> None:
     """Make each layer, in place, keep its inputs only and compute again in backward.
 
-    Call it before `shard_model`. Names of parameters stay as they are.
+    `offload`: until then a GPU's inputs are in CPU memory. Call it before `shard_model`. Names of
+    parameters stay as they are.
     """
+    hooks = partial(saved_tensors_hooks, *_offload_hooks()) if offload else nullcontext
     for layer in layers:
-        layer.forward = partial(_checkpointed, layer.forward)
+        layer.forward = partial(_checkpointed, layer.forward, hooks)
 
 
-def _checkpointed(forward: Callable[..., object], *args: object, **kwargs: Any) -> object:
+def _checkpointed(
+    forward: Callable[..., object],
+    hooks: Callable[[], AbstractContextManager[object]],
+    *args: object,
+    **kwargs: Any,
+) -> object:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    with hooks():  # for the inputs: inside, what is saved has the checkpoint's own
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+
+def _offload_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    """Return hooks that keep a GPU's saved tensors in CPU memory, copied beside its computation."""
+    stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
+        if stream is None or not tensor.is_cuda:
+            return tensor, tensor.device
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            copy.copy_(tensor, non_blocking=True)
+        tensor.record_stream(stream)
+        return copy, tensor.device
+
+    def unpack(packed: tuple[Tensor, torch.device]) -> Tensor:
+        copy, device = packed
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
+        return copy.to(device, non_blocking=True)
+
+    return pack, unpack
 
 
 def _run(model: nn.Module, function: Callable[[], T]) -> T:

@@ -135,4 +135,5 @@ def install() -> None:
         return self
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *_, **__: self.to("cuda")  # type: ignore[method-assign]

@@ -128,3 +128,22 @@ def test_offloaded_weights_take_no_memory_between_phases() -> None:
                 weights[name] = weights[name] if step else weight.clone()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_offloaded_activations_leave_the_device_and_change_no_gradient() -> None:
+    def trained(offload: bool) -> tuple[int, list[torch.Tensor]]:
+        model = tiny_model("qwen2").to("cuda", torch.bfloat16)
+        fsdp.checkpoint_activations(list(model.model.layers), offload=offload)
+        ids = torch.arange(3 * 64, device="cuda").view(3, 64) % 90
+        before = torch.cuda.memory_allocated()
+        states = model.model(input_ids=ids).last_hidden_state
+        kept = torch.cuda.memory_allocated() - before
+        states.float().square().sum().backward()
+        return kept, [p.grad for p in model.parameters() if p.grad is not None]
+
+    (kept, gradients), (left, offloaded) = trained(False), trained(True)
+    assert len(gradients) == len(offloaded) > 0
+    assert all(map(torch.equal, gradients, offloaded))
+    config = tiny_model("qwen2").config
+    inputs = config.num_hidden_layers * 3 * 64 * config.hidden_size * 2
+    assert kept - left >= inputs

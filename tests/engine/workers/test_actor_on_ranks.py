@@ -129,7 +129,7 @@ MORE: list[dict[str, Any]] = [
     {"tp": 2},
     {"pp": 2, "packing": False},
     {"fsdp": 2},
-    {"fsdp": 4, "activation_checkpointing": True, "offload_policy": True},
+    {"fsdp": 4, "activation_offload": True, "offload_policy": True},
     {"tp": 2, "sequence_parallel": False},
     {"fsdp": 2, "tp": 2, "offload_optimizer": True},
     {"pp": 2, "fsdp": 2},
