@@ -211,30 +211,22 @@ def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if ranks is not None:
         actor = _filled("actor", actor, ranks)
     alone = actor.fsdp * actor.sp == 1
-    if alone and ranks is not None:
-        stays = _without_offload(actor)
-        actor = actor.replaced(stays)
-        notices += [
-            f"actor.parallel.{name} has no effect on one rank: weights stay" for name in stays
-        ]
+    for name in ("offload_params", "offload_policy"):
+        if getattr(actor, name) and alone and ranks is not None:
+            actor = actor.replaced({name: False})
+            notices.append(f"actor.parallel.{name} has no effect on one rank: weights stay")
     if critic is not None:
         if not critic.model_fields_set.intersection(AXES):  # only other settings were given
             critic = critic.replaced({axis: getattr(actor, axis) for axis in AXES})
         elif ranks is not None:
             critic = _filled("critic", critic, ranks)
         if critic.fsdp * critic.sp == 1:
-            critic = critic.replaced(_without_offload(critic))
+            critic = critic.replaced({"offload_params": False, "offload_policy": False})
     if reference.offload_params and alone:
         reference = reference.replaced({"offload_params": False})
         notices.append("reference.offload_params has no effect on one rank: its weights stay")
     layouts = {"rl.actor.parallel": actor, "rl.critic.parallel": critic, "rl.reference": reference}
     return config.replaced(layouts), notices
-
-
-def _without_offload(parallel: ParallelConfig) -> dict[str, bool]:
-    """Return what turns off that weights are offloaded, which FSDP does."""
-    names = ("offload_params", "offload_policy")
-    return {name: False for name in names if getattr(parallel, name)}
 
 
 def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:

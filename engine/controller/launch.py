@@ -197,20 +197,19 @@ def init_ray(options: Mapping[str, Any]) -> None:
 def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]]:
     """Reserve room for all processes at once; return each one's actor options, pool by pool."""
     import ray
-    from ray.util import placement_group as ray_groups
+    from ray.util import placement_group_table
+    from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     processes = [pool for pool in placement.pools for _ in range(pool.world_size)]
     bundles = [pool.bundle for pool in processes if pool.bundle]
-    group: ray_groups.PlacementGroup | None = None
+    group: PlacementGroup | None = None
     order: list[int] = []  # each process's bundle
     if bundles:
         labels = [dict(pool.labels) for pool in processes if pool.bundle]
         selectors = labels if any(labels) else None
-        group = ray_groups.placement_group(
-            bundles, strategy="PACK", bundle_label_selector=selectors
-        )
-        closing.callback(ray_groups.remove_placement_group, group)
+        group = placement_group(bundles, strategy="PACK", bundle_label_selector=selectors)
+        closing.callback(remove_placement_group, group)
         if not group.wait(placement.start_timeout_s):
             names = {name for bundle in bundles for name in bundle}
             free = {k: v for k, v in ray.available_resources().items() if k in names}
@@ -219,7 +218,7 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
                 f"holds the cluster; free now: {free}"
             )
         # PACK fills nodes in no order of the bundles.
-        nodes = ray_groups.placement_group_table(group)["bundles_to_node_id"]
+        nodes = placement_group_table(group)["bundles_to_node_id"]
         for pool in (pool for pool in placement.pools if pool.bundle):
             order += by_node(range(len(order), len(order) + pool.world_size), nodes)
     options: list[dict[str, object]] = []

@@ -8,14 +8,14 @@ sharding; it works without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -125,13 +125,12 @@ class OffloadedWeights:
         self._model, self._users = model, 0
         parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         storages = {s._cdata: s for s in (part.untyped_storage() for part in parts)}
-        self._on_device = [
+        self._bytes = [
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             for storage in storages.values()
         ]
-        self._on_cpu = [
-            torch.empty(len(part), dtype=torch.uint8, pin_memory=part.is_cuda)
-            for part in self._on_device
+        self._copies = [
+            torch.empty_like(b, device="cpu", pin_memory=b.is_cuda) for b in self._bytes
         ]
         self._offload()
 
@@ -139,7 +138,7 @@ class OffloadedWeights:
     def on_device(self) -> Iterator[None]:
         """Have the weights on the device in the block, and in blocks inside it."""
         if not self._users:
-            for part, copy in zip(self._on_device, self._on_cpu, strict=True):
+            for part, copy in zip(self._bytes, self._copies, strict=True):
                 part.untyped_storage().resize_(len(copy))
                 part.copy_(copy, non_blocking=True)
         self._users += 1
@@ -152,10 +151,10 @@ class OffloadedWeights:
 
     def _offload(self) -> None:
         reshard(self._model)
-        for part, copy in zip(self._on_device, self._on_cpu, strict=True):
+        for part, copy in zip(self._bytes, self._copies, strict=True):
             copy.copy_(part, non_blocking=True)  # storages are reused in the stream's order
             part.untyped_storage().resize_(0)
-        if any(part.is_cuda for part in self._on_device):
+        if self._copies and self._bytes[0].is_cuda:
             torch.cuda.empty_cache()  # rollout engines have allocators of their own
 
 
@@ -165,44 +164,19 @@ def checkpoint_activations(layers: Sequence[nn.Module], *, offload: bool = False
     `offload`: until then a GPU's inputs are in CPU memory. Call it before `shard_model`. Names of
     parameters stay as they are.
     """
-    hooks = partial(saved_tensors_hooks, *_offload_hooks()) if offload else nullcontext
+    offload = offload and torch.cuda.is_available()
     for layer in layers:
-        layer.forward = partial(_checkpointed, layer.forward, hooks)
+        layer.forward = partial(_checkpointed, layer.forward, offload)
 
 
 def _checkpointed(
-    forward: Callable[..., object],
-    hooks: Callable[[], AbstractContextManager[object]],
-    *args: object,
-    **kwargs: Any,
+    forward: Callable[..., object], offload: bool, *args: object, **kwargs: Any
 ) -> object:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    with hooks():  # for the inputs: inside, what is saved has the checkpoint's own
+    # Of the inputs: inside, what is saved has the checkpoint's own hooks.
+    with save_on_cpu(pin_memory=True) if offload else nullcontext():
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _offload_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-    """Return hooks that keep a GPU's saved tensors in CPU memory, copied beside its computation."""
-    stream = torch.cuda.Stream() if torch.cuda.is_available() else None
-
-    def pack(tensor: Tensor) -> tuple[Tensor, torch.device]:
-        if stream is None or not tensor.is_cuda:
-            return tensor, tensor.device
-        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            copy.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
-        return copy, tensor.device
-
-    def unpack(packed: tuple[Tensor, torch.device]) -> Tensor:
-        copy, device = packed
-        if stream is not None:
-            torch.cuda.current_stream().wait_stream(stream)
-        return copy.to(device, non_blocking=True)
-
-    return pack, unpack
 
 
 def _run(model: nn.Module, function: Callable[[], T]) -> T:

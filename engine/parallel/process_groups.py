@@ -22,16 +22,12 @@ from engine.parallel.layout import AXES, Layout
 SHARD_AXES = ("fsdp", "sp")
 
 
-RENDEZVOUS_TIMEOUT_S = 120.0
-COLLECTIVE_TIMEOUT_S = 600.0  # NCCL's watchdog counts from when a collective is enqueued
-
-
 def init_process_group(
     address: str,
     rank: int,
     world_size: int,
-    rendezvous_s: float = RENDEZVOUS_TIMEOUT_S,
-    collective_s: float = COLLECTIVE_TIMEOUT_S,
+    rendezvous_s: float = 120.0,
+    collective_s: float = 600.0,  # NCCL's watchdog counts from when one is enqueued
 ) -> None:
     """Join the default process group whose rendezvous is at `address` ("host:port").
 
@@ -40,27 +36,20 @@ def init_process_group(
     `rendezvous_s`.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    host, _, port = address.rpartition(":")
     try:
-        store = dist.TCPStore(
-            host.strip("[]"),
-            int(port),
-            world_size,
-            rank == 0,
-            timeout=timedelta(seconds=rendezvous_s),
-        )
         dist.init_process_group(
             backend,
-            store=store,
+            init_method=f"tcp://{address}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=collective_s),
+            timeout=timedelta(seconds=rendezvous_s),
         )
     except (RuntimeError, ValueError) as error:
         raise WorkerError(
             f"rank {rank} of {world_size} could not meet the others at {address} within "
             f"{rendezvous_s:g} s: {error}; check that all nodes reach that port"
         ) from error
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_s))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ class Optimizer:
     together. With `offload`, moments and masters stay in CPU memory and are on the device only
     while their parameters are updated. `tied_duplicates` are updated, but only another pipeline
     stage's copy of them counts in the gradient norm. A loss of float16 weights is to be multiplied
-    by `loss_scale`, if any. Updates use `threads`, where the process has fewer.
+    by `loss_scale`, if any.
     """
 
     def __init__(
@@ -135,7 +134,6 @@ class Optimizer:
         ranks: Ranks | None = None,
         *,
         offload: bool = False,
-        threads: int = 0,
         tied_duplicates: Collection[nn.Parameter] = frozenset(),
     ) -> None:
         fsdp.reshard(model)
@@ -143,7 +141,6 @@ class Optimizer:
         self.parameters = list(self._named.values())
         self._tied_duplicates = tied_duplicates
         self._model, self._ranks, self._offload = model, ranks, offload
-        self._threads = threads
         self._with_master = {name for name, p in self._named.items() if has_master(p)}
         self._stored = {name: self._stored_part(name) for name in self._named}
         accumulate_in_float32(model, [self._named[name] for name in self._with_master])
@@ -246,8 +243,7 @@ class Optimizer:
             else:
                 stored.data = local_tensor(parameter)  # it may have been moved since
             stored.grad = local_tensor(parameter.grad)
-        with at_least_threads(self._threads):
-            self._rule.step()
+        self._rule.step()
         if rounded and self._compiled is None:  # which has rounded them itself
             working = [local_tensor(self._named[name]) for name in rounded]
             with torch.no_grad():
@@ -330,17 +326,6 @@ class Optimizer:
             group["lr"] = rate
         self._schedule._last_lr = rates
         self.lr = state["lr"]
-
-
-@contextmanager
-def at_least_threads(count: int) -> Iterator[None]:
-    """Compute with `count` threads in the block, where the process has fewer."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(count, before))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _to_cpu(moment: Tensor) -> Tensor:

@@ -190,9 +190,10 @@ class ShardedModel:
             dtype = getattr(torch, name) if name else apply_layout.floating_dtype(self.module)
             width = self.module.config.hidden_size
             self._pipeline = Pipeline(self.module, ranks, width, dtype, self.device)
-        self._offloaded: fsdp.OffloadedWeights | None = None
-        if config.offload_params and not config.offload_policy and fsdp.shards_weights(ranks):
-            self._offloaded = fsdp.OffloadedWeights(self.module)
+        self.offloads = (  # weights are in CPU memory between phases
+            config.offload_params and not config.offload_policy and fsdp.shards_weights(ranks)
+        )
+        self._offloaded = fsdp.OffloadedWeights(self.module) if self.offloads else None
         self._adapters_off = self._packing_checked = False
         self.loss_scale: LossScale | None = None  # the optimizer's, where it has one
 
@@ -519,6 +520,8 @@ class ShardedModel:
 
 def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: int) -> Optimizer:
     """The optimizer of this rank's shard of a model, which gets its loss scale."""
+    if sharded.config.offload_policy:  # a rank on a GPU may have one thread, and Adam is on the CPU
+        torch.set_num_threads(max(torch.get_num_threads(), sharded.ranks.cores()))
     with sharded.on_device():
         optimizer = Optimizer(
             sharded.module,
@@ -526,7 +529,6 @@ def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: i
             total_steps,
             ranks=sharded.ranks,
             offload=sharded.config.offload_optimizer,
-            threads=sharded.ranks.cores() if sharded.config.offload_policy else 0,
             tied_duplicates=stages.tied_duplicates(sharded.module),
         )
     sharded.loss_scale = optimizer.loss_scale

@@ -61,8 +61,12 @@ class ShardedTrainState:
         parts = [part for part in self._local_tensors() if part.name in writes]
         optimizer = self.optimizer.state_dict()
         moments = optimizer.pop("moments")
+        weights = {part.name: part.tensor for part in parts}
+        if self._sharded.offloads:
+            with self._sharded.on_device():
+                weights = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
         return {
-            "model": {part.name: part.tensor for part in parts},
+            "model": weights,
             BOXES: {part.name: part.description() for part in parts},
             "moments": {p.name: moments[p.module_name] for p in parts if p.module_name in moments},
             "optimizer": optimizer,

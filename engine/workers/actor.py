@@ -8,7 +8,6 @@ losses in `engine.algorithms`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,7 @@ class TrainingWorker(StatefulWorker):
     ranks_alike = True
     sharded: ShardedModel  # these two are set by the role's constructor
     train_state: ShardedTrainState
-
-    def on_device(self) -> AbstractContextManager[object]:
-        return self.sharded.on_device()
+    config: Any  # the role's section
 
     def mini_batches(
         self, batch: Batch, config: ActorConfig | CriticConfig, unit: int = 1
@@ -66,7 +63,7 @@ class TrainingWorker(StatefulWorker):
         """The rows of each optimizer step of an update; `unit` consecutive rows stay together."""
         units, size = torch.arange(len(batch)).view(-1, unit), config.ppo_mini_batch_size // unit
         ranks, generator = self.sharded.ranks, self.train_state.generator
-        with self.on_device():
+        with self.sharded.on_device():
             for _ in range(config.ppo_epochs):
                 for index in sharded_model.minibatch_indices(len(units), size, ranks, generator):
                     yield batch if len(index) == len(units) else batch.rows(units[index].flatten())
@@ -100,6 +97,13 @@ class TrainingWorker(StatefulWorker):
                 parts.append(metrics)
         sharded.all_reduce_gradients()
         return parts
+
+    def accumulate_rows(
+        self, batch: Batch, reader: forward.OutputReader, loss: Loss, rows: Tensor | None = None
+    ) -> list[Metrics]:
+        """`accumulate` of a batch, or of its `rows`, in micro-batches within the token budget."""
+        micros = self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch, rows)
+        return self.accumulate(batch, [micro for _, micro in micros], reader, loss)
 
     def accumulate_responses(
         self,
@@ -286,7 +290,6 @@ class ActorWorker(TrainingWorker):
             self.train_state.optimizer.zero_gradients()  # Adam's momentum still moves the weights
             return [skipped]
         rows = None if bool(active.all()) else active
-        passes = self.sharded.micro_batches(mini, config.max_tokens_per_micro_batch, rows)
         reference = None
         if config.use_kl_loss and config.kl_loss_type == "full":
             assert self.context.process.reference is not None, "the exact KL needs one here"
@@ -299,7 +302,7 @@ class ActorWorker(TrainingWorker):
             replay=config.router_replay.mode != "disabled",
         )
         loss = partial(self._policy_loss, denominators=denominators, gap=gap)
-        return [skipped, *self.accumulate(mini, [micro for _, micro in passes], reader, loss)]
+        return [skipped, *self.accumulate_rows(mini, reader, loss, rows)]
 
     def _policy_loss(
         self, outputs: forward.Outputs, micro: Batch, *, denominators: Denominators, gap: bool
@@ -380,9 +383,8 @@ class ActorWorker(TrainingWorker):
         parts, norms = list[Metrics](), list[float]()
         for mini in self.mini_batches(batch, self.config):
             denominators = self.sharded.global_counts(mini["response_mask"])
-            passes = self.sharded.micro_batches(mini, self.config.max_tokens_per_micro_batch)
             loss = partial(self._divergence_loss, denominators=denominators)
-            parts += self.accumulate(mini, [micro for _, micro in passes], reader, loss)
+            parts += self.accumulate_rows(mini, reader, loss)
             norms.append(self.train_state.optimizer.step())
         return self.finish_update(parts, norms)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MethodType
@@ -192,10 +191,6 @@ class StatefulWorker(Worker, ABC):
     def load_state_dict(self, state: StateDict) -> None:
         """Load a saved state; raise CheckpointError, changing nothing, if it doesn't fit."""
 
-    def on_device(self) -> AbstractContextManager[object]:
-        """Have the state's tensors where they can be read in the block."""
-        return nullcontext()
-
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_state(self, folder: str) -> float:
         """Copy the state, write it in the background, and return the seconds that the copy took.
@@ -205,9 +200,7 @@ class StatefulWorker(Worker, ABC):
         begin = time.perf_counter()
         self._writing.wait()
         try:
-            with self.on_device():
-                state = self.state_dict() | {"process_rng": process_rng()}
-                values, groups = self._stager.stage(state)
+            values, groups = self._stager.stage(self.state_dict() | {"process_rng": process_rng()})
         except DivergedError as error:
             raise error.with_message(f"{self._name}: {error}") from error
 
