@@ -122,14 +122,15 @@ def episodes(
     params = SamplingParams(max_new_tokens=args.tokens)
     stream = Timed(engine.stream(params, max_num_seqs=512, keep_prefixes=keep))
     environments = LocalEnvironments(lambda: Answers(turns))
-    player = EpisodePlayer(stream, environments, concurrency=512, call_seconds=60)
+    player = EpisodePlayer(stream, environments, concurrency=512)
     begun = time.perf_counter()
     player.play(played, [row])
     seconds = time.perf_counter() - begun
     environments.close()
     stream.close()
     assert all(one.end == "done" for one in played), {one.error for one in played}
-    tokens = sum(one.transcript.sampled_tokens for one in played if one.transcript)
+    each = [sequence for one in played if one.transcript for sequence in one.transcript.sequences]
+    tokens = sum(sum(sequence.sampled) for sequence in each)
     return tokens, seconds, stream.seconds
 
 

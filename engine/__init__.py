@@ -9,12 +9,9 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from engine.process_setup import keep_freed_memory, skip_optional_imports
+from engine.process_setup import keep_freed_memory, skip_optional_imports, spin_briefly
 
-# OpenMP threads wait for each other by spinning. On a busy machine that turns milliseconds into
-# seconds; with a short spin they sleep soon, at no cost on an idle machine. Read when torch is
-# imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+spin_briefly()
 skip_optional_imports()
 keep_freed_memory()
 

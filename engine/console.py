@@ -10,17 +10,20 @@ import functools
 import logging
 import os
 import select
+import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Never, ParamSpec, Self, TextIO
+from types import FrameType
+from typing import Never, NoReturn, ParamSpec, Self, TextIO
 
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from engine.errors import EngineError
 from engine.redaction import presentable
 
 P = ParamSpec("P")
@@ -44,32 +47,63 @@ VLLM_NO_USAGE_STATS=1
 """
 SILENCE = {k: v for k, _, v in (word.partition("=") for word in _SILENT_VARIABLES.split())}
 
-INTERRUPTED, PIPE_CLOSED = 130, 141  # exit status after Ctrl-C, and of `| head`, as shells have it
+# Exit status after Ctrl-C, SIGTERM, and of `| head`, as shells have it.
+INTERRUPTED, TERMINATED, PIPE_CLOSED = 130, 143, 141
 
 
-def command_line(main: Callable[P, int]) -> Callable[P, int]:
-    """Decorator of a command's `main`: its exit status after Ctrl-C and `| head`, no traceback."""
+def command_line(
+    failed: int = 1, *, left: str = ""
+) -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """Decorator of a command's `main`: where it ends early, a line and a status, no traceback.
 
-    @functools.wraps(main)
-    def run(*args: P.args, **kwargs: P.kwargs) -> int:
-        try:
+    The status is `failed` after an EngineError, 130 after Ctrl-C and 141 after `| head`. `left`
+    says what a signal leaves behind; with it, SIGTERM unwinds `main` as Ctrl-C does: 143.
+    """
+
+    def decorate(main: Callable[P, int]) -> Callable[P, int]:
+        @functools.wraps(main)
+        def run(*args: P.args, **kwargs: P.kwargs) -> int:
+            before = signal.signal(signal.SIGTERM, _terminate) if left else None
             try:
-                return main(*args, **kwargs)
+                try:
+                    return _status(functools.partial(main, *args, **kwargs), failed, left)
+                finally:
+                    sys.stdout.flush()  # at Python's exit it would be too late
+            except BrokenPipeError:
+                closed = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
+                if not closed:
+                    raise  # another pipe's
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                for stream in closed:
+                    os.dup2(nowhere, stream.fileno())
+                return PIPE_CLOSED
             finally:
-                sys.stdout.flush()  # at Python's exit it would be too late
-        except KeyboardInterrupt:
-            say("interrupted", error=True)
-            return INTERRUPTED
-        except BrokenPipeError:
-            closed = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream)]
-            if not closed:
-                raise  # another pipe's
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for stream in closed:
-                os.dup2(nowhere, stream.fileno())
-            return PIPE_CLOSED
+                if left:
+                    signal.signal(signal.SIGTERM, before)
 
-    return run
+        return run
+
+    return decorate
+
+
+def _status(main: Callable[[], int], failed: int, left: str) -> int:
+    try:
+        return main()
+    except EngineError as error:
+        say(f"error: {error}", error=True)
+        return failed
+    except KeyboardInterrupt:
+        word, status = "interrupted", INTERRUPTED
+    except SystemExit as ending:
+        if ending.code != signal.SIGTERM:
+            raise
+        word, status = "terminated", TERMINATED
+    say(f"{word}; {left}" if left else word, error=True)
+    return status
+
+
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(number)  # as Ray's own handler does while it starts
 
 
 def _has_no_reader(stream: TextIO) -> bool:
@@ -218,10 +252,14 @@ def human_bytes(size: float) -> str:
     return f"{size:.1f} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}" if power else f"{size:.0f} B"
 
 
-def points(change: float, low: float, high: float, digits: int = 1) -> str:
-    """Return two fractions' difference with interval: `+12.5 percentage points [+9.1, +15.8]`."""
+def points(change: Iterable[float], digits: int = 1) -> str:
+    """Return a difference of two fractions, its mean and the ends of its interval, for people.
+
+    >>> points((0.125, 0.091, 0.158))
+    '+12.5 percentage points [+9.1, +15.8]'
+    """
     # + 0.0 turns a negative zero into a plain one.
-    mean, first, last = (f"{100 * value + 0.0:+.{digits}f}" for value in (change, low, high))
+    mean, first, last = (f"{100 * value + 0.0:+.{digits}f}" for value in change)
     return f"{mean} percentage points [{first}, {last}]"
 
 

@@ -27,7 +27,7 @@ class EngineError(Exception):
         super().__init__(*(presentable(a) if isinstance(a, str) else a for a in arguments))
 
     def with_message(self, message: str) -> Self:
-        """The same error, its class and attributes, with another message; raise it from this one.
+        """Return this error with another message, to be raised from this one.
 
         Notes stay with this one, which a traceback shows as the cause.
         """

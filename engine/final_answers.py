@@ -19,7 +19,7 @@ Method: TypeAlias = Literal["strict", "flexible"]
 LONGEST = 1000  # characters of an answer in LaTeX
 _LONGEST_NUMBER = 64  # characters; no answer needs more, and a longer one must not cost time
 _LONGEST_REST = 300  # characters of the remark after a number
-_NUMBER_TAIL = 1000  # characters at the end in which a lenient reading looks for a number
+_TAIL = 2000  # characters at the end in which an answer without a box or `####` may be
 
 _CHARACTERS = {
     **dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\ufe63", "-"),
@@ -96,6 +96,11 @@ _ANYWHERE = re.compile(rf"(?<![0-9A-Za-z.,]){_DIGITS}|(?<=[A-Za-z=(]){_DIGITS}",
 _CURRENCY = r"(?:US|A|C|HK)?[$€£¥₹₩₽₺₪₫฿₴₦₱¢]{1,3}"
 
 
+_PLAIN = re.compile(  # the most usual number, which needs no more work
+    r"[ \t]*(0|-?(?:0(?=\.\d)|[1-9]\d{0,30})(?:\.\d{0,29}[1-9])?)\.?\s*", re.ASCII
+)
+
+
 @cache
 def _number(mark: DecimalMark) -> re.Pattern[str]:
     """A number at the start: groups `sign`, `sign2`, `whole` and `part`, what follows the mark."""
@@ -117,7 +122,6 @@ _AFTER = re.compile(
     rf"(?:{_SIGN})?(?:\s*\Z|\.(?=\s|\Z)|[,;](?=\s+[^\W\d_])|\s+(?=[(]?[^\W\d_])|/(?=[A-Za-z])"
     r"|(?=[\u2e80-\U0003ffff]))"
 )
-_SIGN_FIRST = re.compile(rf"\A{_SIGN}")
 _AREA = re.compile(r"\b([cdkm]?m|ft|in|yd|mi)(?:\^?[23]|\^\{[23]\}|[²³])(?!\w)")
 _NUMBER_WORDS = """
 zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
@@ -163,6 +167,8 @@ def read_number(text: str, decimal_mark: DecimalMark = ".", *, remark: bool = Tr
     >>> read_number("1.234,5 €", ",")
     '1234.5'
     """
+    if decimal_mark == "." and (plain := _PLAIN.fullmatch(text)):
+        return plain[1]
     text = without_markup(as_ascii(text))
     match = _number(decimal_mark).match(text)
     if match is None or (match["sign"] and match["sign2"]) or match.end() > _LONGEST_NUMBER:
@@ -175,8 +181,8 @@ def read_number(text: str, decimal_mark: DecimalMark = ".", *, remark: bool = Tr
             return None
     whole = re.sub(r"\D", "", match["whole"] or "").lstrip("0") or "0"
     part = (match["part"] or match["bare"] or "").rstrip("0")
-    plain = f"{whole}.{part}" if part else whole
-    return f"-{plain}" if "-" in match["sign"] + match["sign2"] and plain != "0" else plain
+    number = f"{whole}.{part}" if part else whole
+    return f"-{number}" if "-" in match["sign"] + match["sign2"] and number != "0" else number
 
 
 def normalise_number(value: object, decimal_mark: DecimalMark = ".") -> str | None:
@@ -199,7 +205,7 @@ def extract_answer(
     '5'
     """
     if method == "flexible":
-        numbers = _ANYWHERE.findall(as_ascii(text[-_NUMBER_TAIL:]))
+        numbers = _ANYWHERE.findall(as_ascii(text[-_TAIL:]))
         return read_number(numbers[-1], decimal_mark, remark=False) if numbers else None
     _, mark, rest = after_thinking(text).rpartition("####")
     return read_number(rest[: 2 * _LONGEST_REST], decimal_mark) if mark else None
@@ -221,6 +227,7 @@ for _ in range(15):  # as deep as braces may be nested
     _BRACES = rf"(?:[^{{}}\\]|\\.|\{{{_BRACES}\}})*+"
 _BARE = r"(?![A-Za-z])\s*([^\s{}$,;\\]*[^\s{}$.,;\\])"
 _BOX = re.compile(rf"\\(?:boxed|fbox)(?:\s*\{{({_BRACES})\}}|{_BARE})", re.DOTALL)
+_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 # What may stand between boxes that are one answer, and what goes on with an answer beside a box.
 _GLUE = re.compile(r"[\s$*,;()\[\]\\]*(?:(?:\\text\{)?\s*(?:or|and|to|-)\s*\}?)?[\s$*()\[\]\\]*")
 _COMMANDS = r"\\(?![()\[\]$%,;:! ]|(?:text|mathrm|mbox|quad|qquad|end|right)\b)"
@@ -233,15 +240,16 @@ _BEGAN = re.compile(
     r"(?:(?<=[\d$)}\]])\s*\bor\b[\s$*\\(\[]*|\d\s*[-+*/^±]\s*|[-+/^±]|\d\.?|\\pm\s*"
     r"|(?:\\sqrt(?:\[[^\]]*\])?|\\d?frac(?:\{[^{}]*\})?|[\^_])\{\s*)\$?\Z"
 )
+# A quick test for what any match of `_BEGAN` ends with.
+_MAY_BEGIN = re.compile(r"(?:[-+*/^±{rm][\s$*\\(\[]*|[\d.])\$?\Z")
 _OPERATOR = re.compile(r"[\s$]*[-+*/=^<>±][\s$]*")
+_WORD = re.compile(r"[\s$*}\\)\]]*(?:\\text\{\s*)?([a-z]+)")
+_STATES = re.compile(r"(?i)(?:####|\banswer\b(?:\s+is\b|\s*[:=]))[\s*:]*")
 
 
-def _in_box(match: re.Match[str]) -> str:
-    return (match[1] or match[2] or "").strip()
-
-
-def _last_start(text: str) -> int:
-    return max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+def has_box(text: str) -> bool:
+    """Whether a box begins in a text, closed or not."""
+    return "\\boxed" in text or "\\fbox" in text
 
 
 def last_boxed(text: str) -> str | None:
@@ -250,9 +258,13 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"so \\boxed{1} or \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'
     """
-    start = _last_start(text)
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     match = _BOX.match(text, start, start + LONGEST + 10) if start >= 0 else None
-    return _in_box(match) if match else None
+    return _content(match) if match else None
+
+
+def _content(match: re.Match[str]) -> str:
+    return match[match.lastindex or 0].strip()
 
 
 def boxed_answer(text: str) -> str | None:
@@ -261,91 +273,70 @@ def boxed_answer(text: str) -> str | None:
     >>> boxed_answer(r"\\boxed{1} or \\boxed{2}."), boxed_answer(r"\\boxed{1} million")
     ('1 or 2', None)
     """
-    start = _last_start(text)
-    first = max(0, start - LONGEST)
-    window = text[first : start + 2 * LONGEST] if start >= 0 else ""
-    boxes = [(_in_box(match), *match.span()) for match in _BOX.finditer(window)]
-    joined = _joined(window, boxes) if boxes and boxes[-1][2] > start - first else None
-    if joined is None:
+    if last_boxed(text) is None:
         return None
-    answer, before, after = joined
-    word = re.match(r"[\s$*}\\)\]]*(?:\\text\{\s*)?([a-z]+)", after)
-    if _GOES_ON.match(after) or (word and word[1] in NUMBER_WORDS) or _BEGAN.search(before):
-        return None
-    while inner := _BOX.search(answer):
-        answer = f"{answer[: inner.start()]}{_in_box(inner)}{answer[inner.end() :]}"
-    return answer.strip()
+    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    answer = _last_as_whole(text[max(0, start - LONGEST) : start + 2 * LONGEST], _BOX)
+    while answer and (inner := _BOX.search(answer)):
+        answer = f"{answer[: inner.start()]}{_content(inner)}{answer[inner.end() :]}"
+    return answer and answer.strip()
 
 
-def _joined(text: str, spans: list[tuple[str, int, int]]) -> tuple[str, str, str] | None:
-    """The last of spans (content, start, end), with those that it is listed with, and what stands
-    before and after; None in a chain."""
-    answer, begin, end = spans[-1]
-    for content, start, stop in reversed(spans[:-1]):
-        between = text[stop:begin]
+def stated_answer(text: str) -> str | None:
+    """The answer, as LaTeX, of a text without a box; None where text goes on with it.
+
+    It is the last formula, or what follows `####` or "answer is".
+
+    >>> stated_answer("So $x = 7$."), stated_answer("The answer is 7."), stated_answer("It is 7.")
+    ('x = 7', '7.', None)
+    """
+    text = as_ascii(text[-_TAIL:]).strip()
+    stated = list(_STATES.finditer(text))
+    text = text[stated[-1].end() :] if stated else text
+    if _FORMULA.search(text):
+        return _last_as_whole(text, _FORMULA)
+    return text if stated else None
+
+
+def _last_as_whole(text: str, pattern: re.Pattern[str]) -> str | None:
+    """The last match, with those that it is listed with; None in a chain, or where text goes on."""
+    *matches, last = pattern.finditer(text)
+    answer, begin, after = _content(last), last.start(), text[last.end() :]
+    for match in reversed(matches):
+        between = text[match.end() : begin]
         if _OPERATOR.fullmatch(between):
             return None
         if not _GLUE.fullmatch(between):
             break
         sign = without_markup(between.replace("$", "")).strip(" \\()[]") or ","
-        answer, begin = f"{content} {sign} {answer}", start
-    return answer, text[:begin], text[end:]
-
-
-# LaTeX without a box.
-
-_TAIL = 2000  # characters at the end that are searched for an answer without a box or mark
-_FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_ANSWER_IS = re.compile(r"(?i)\banswer\b(?:\s+is\b|\s*[:=])[\s*:]*")
-_BEFORE = re.compile(r"[^\d\\]*?(?:\s|\A)(?=[-+]?(?:\d|[$€£]\d|\\d?frac))")
-
-
-def stated_answer(text: str) -> str | None:
-    """The answer, as LaTeX, that a text without a box ends with; None where text goes on with it.
-
-    It follows `####` or "answer is", or is the last formula, or the one number of the last line.
-
-    >>> stated_answer("So $x = 7$."), stated_answer("It is 7."), stated_answer("It is 7 or 8.")
-    ('x = 7', '7.', '7 or 8.')
-    """
-    text = as_ascii(after_thinking(text[-_TAIL:])).strip()
-    if "####" in text:
-        return text.rpartition("####")[2].strip()
-    said = list(_ANSWER_IS.finditer(text))
-    text = text[said[-1].end() :] if said else text
-    formulas = [
-        (next(filter(None, match.groups())), *match.span()) for match in _FORMULA.finditer(text)
-    ]
-    if formulas:
-        joined = _joined(text, formulas)
-        if joined is None or _BEGAN.search(joined[1]):
-            return None
-        return joined[0].strip() if _is_remark(_SIGN_FIRST.sub("", joined[2])) else None
-    line = text.splitlines()[0] if said and text else text.rpartition("\n")[2]
-    line = line.rpartition("=")[2].strip()
-    lead = _BEFORE.match(line)
-    hedged = lead is None or ALTERNATIVES.intersection(re.findall(r"\w+", lead.group().lower()))
-    answer = line if lead is None or hedged else line[lead.end() :]
-    return answer if re.search(r"\d", answer) else None
+        answer, begin = f"{_content(match)} {sign} {answer}", match.start()
+    word, before = _WORD.match(after), text[:begin]
+    if _GOES_ON.match(after) or (word and word[1] in NUMBER_WORDS):
+        return None
+    if _MAY_BEGIN.search(before) and _BEGAN.search(before):
+        return None
+    return answer if pattern is _BOX or _is_remark(after) else None
 
 
 # The letter of a multiple choice.
 
-_NEAR = 60  # characters before a letter that deny it or name it beside another
+_NEAR = 60  # characters before a letter that name it beside another
 _LETTER = re.compile(r"(?<![\w'\\$])[(\[]?([A-Z])(?![\w'])[)\]]?")
-_SAID = re.compile(
-    r"(?i)\banswer\b(?:\s+(?:is|would be|must be)\b|\s*[:=])?[\s:]*(?:(?:option|choice)\b[\s:]*)?"
-)
-_CHOSEN = re.compile(r"(?i)\b(?:choice|option)\b[\s:]*(?:is\b[\s:]*)?")
+# What a letter that is chosen follows; the first ones count most.
+_CHOOSES = [
+    re.compile(rf"(?i)\b{words}[\s:]*(?:(?:option|choice)\b[\s:]*)?")
+    for words in (
+        r"answer\b(?:\s+(?:is|would be|must be)\b|\s*[:=])?",
+        r"(?:choice|option)\b(?:[\s:]*is\b)?",
+        r"(?:it'?s|it is|say|choose|pick)\b",
+    )
+]
 # "A triangle", "I think": a word and no letter of a choice, unless one of these follows.
 _IS_WORD = re.compile(r"\s+(?!(?:is|are|was|and|or|nor|because|since|as|due|for|which)\b)[a-z]")
+_GOES_ON_LOWER = re.compile(r"\s+(?!(?:is|because|since|and|or)\b)\w")  # "b equals 5"
 _DENIED = re.compile(
     r"(?:\s*(?:,|&|and|or)\s*[(\[]?[A-Z][)\]]?)*\s*(?:(?:is|are|was|were)(?:n't)?|can(?:not|'t))\b"
     r"\s*(?:both |all |clearly )?(?:not|wrong|incorrect|false|out|impossible|be)\b|\s+isn't\b"
-)
-_DENIAL = re.compile(
-    r"(?i)(?:\bnot|\bexcept|\bbut|n't|\bneither|\bnor|\bthan|\bof|\bunlike|\b(?:exclude|eliminate|reject)[sd]?|"
-    r"\brul(?:e|ed|es|ing) out)\s+(?:be\s+)?(?:options?\s+|choices?\s+|answers?\s+)?[(\[]?\Z"
 )
 _MORE = re.compile(
     r"(?i)(?:\A[\s.,/&|;+=≠≈→-]*|\b(?:or|and|nor|also|maybe|perhaps|wait|actually|instead|possibly|no)"
@@ -353,15 +344,9 @@ _MORE = re.compile(
 )
 
 
-def _claims(text: str) -> list[tuple[str, int]]:
-    """Capital letters that stand alone and are not denied, with their places."""
-    return [
-        (match[1], match.start())
-        for match in _LETTER.finditer(text)
-        if not (match[1] in "AI" and match[0] == match[1] and _IS_WORD.match(text, match.end()))
-        and not _DENIED.match(text, match.end())
-        and not _DENIAL.search(text, max(0, match.start() - _NEAR), match.start())
-    ]
+def _is_word(match: re.Match[str]) -> bool:
+    bare = match[0].strip() == match[1]
+    return bare and match[1] in "AaIi" and _IS_WORD.match(match.string, match.end()) is not None
 
 
 def _leading_letter(text: str, *, alone: bool = False) -> str | None:
@@ -370,46 +355,40 @@ def _leading_letter(text: str, *, alone: bool = False) -> str | None:
     With `alone`, a line that begins with a letter is another option.
     """
     match = re.match(r"[\s(\[]*([A-Za-z])(?![\w'])[)\]]?", text)
-    if match is None:
+    if match is None or _is_word(match) or _DENIED.match(text, match.end()):
         return None
     letter, rest = match[1].upper(), text[match.end() :]
-    bare = match[0].strip() == match[1]
-    if (bare and match[1] in "AaIi" and _IS_WORD.match(rest)) or _DENIED.match(rest):
-        return None
-    if bare and match[1].islower() and re.match(r"\s+(?!(?:is|because|since|and|or)\b)\w", rest):
-        return None
     if match[1].islower():  # so may be the others
+        if match[0].strip() == match[1] and _GOES_ON_LOWER.match(rest):
+            return None
         rest = re.sub(r"\b[b-hj-z]\b", lambda other: other[0].upper(), rest)
-    for other, start in _claims(rest):
-        listed = alone and rest[:start].rstrip(" ")[-1:] == "\n"
-        if other != letter and (listed or _MORE.search(rest, max(0, start - _NEAR), start)):
+    for other in _LETTER.finditer(rest):
+        start = other.start()
+        if other[1] == letter or _is_word(other) or _DENIED.match(rest, other.end()):
+            continue
+        if _MORE.search(rest, max(0, start - _NEAR), start) or (
+            alone and rest[:start].rstrip(" ")[-1:] == "\n"
+        ):
             return ""
     return letter
 
 
 def choice(text: str) -> str | None:
-    """The letter that a text settles on: boxed, after "answer", at its start, or the one it names.
+    """The letter that a text chooses: in a box, after "answer" or "option", or at its start.
 
     >>> choice("Not A, since … so the answer is (C)."), choice("B, I think."), choice("B or C")
     ('C', 'B', None)
     """
     text = after_thinking(text)
-    if _last_start(text) >= 0:
-        boxed = boxed_answer(text)
-        plain = without_markup(as_ascii(boxed or "")).replace("$", "")
-        return _leading_letter(plain, alone=True) or None
+    if has_box(text):
+        boxed = without_markup(as_ascii(boxed_answer(text) or "")).replace("$", "")
+        return _leading_letter(boxed, alone=True) or None
     text = without_markup(as_ascii(text[-_TAIL:])).strip()
-    for pattern in (_SAID, _CHOSEN):
+    for pattern in _CHOOSES:
         for match in reversed(list(pattern.finditer(text))):
             if (letter := _leading_letter(text[match.end() :])) is not None:
                 return letter or None
-    if (letter := _leading_letter(text, alone=True)) is not None:
-        return letter or None
-    claims = _claims(text)
-    if len(dict(claims)) > 1:  # those of the last sentence that names one
-        start = max(m.end() for m in re.finditer(r"\A|[.!?\n]\s+(?=\S)", text[: claims[-1][1]]))
-        claims = [claim for claim in claims if claim[1] >= start]
-    return claims[0][0] if len(dict(claims)) == 1 else None
+    return _leading_letter(text, alone=True) or None
 
 
 def last_letter(text: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,9 +14,10 @@ import numpy as np
 import pandas as pd
 
 from engine.config import DataConfig, EvaluateConfig, PairsConfig, RewardSpec, RLConfig
-from engine.data import preference_rows
+from engine.data import contract, preference_rows
 from engine.data.decontamination import HeldOut, question_text
 from engine.data.rows import is_filled, normalise, prompt_text
+from engine.data.sources import draw_key
 from engine.data.templates import encode_prompts, encode_response
 from engine.dataflows import choose_dataflow
 from engine.errors import DataError, ModelError
@@ -133,22 +133,12 @@ def read_preference_tables(
 def _held_out_prompts(prompts: Iterable[str], size: int, seed: int) -> set[str]:
     """Prompts to hold out, drawn by seed: those of `size` rows, or of a few more."""
     rows, apart = Counter(prompts), set[str]()
-
-    def draw(prompt: str) -> bytes:
-        return hashlib.blake2b(f"{seed}/{prompt}".encode(), digest_size=8).digest()
-
-    for prompt in sorted(rows, key=draw):
+    for prompt in sorted(rows, key=lambda prompt: draw_key(f"{seed}/{prompt}")):
         if size <= 0:
             break
         apart.add(prompt)
         size -= rows[prompt]
     return apart
-
-
-COLUMNS: dict[preference_rows.Kind, list[str]] = {
-    "pairs": ["prompt", "chosen", "rejected", "margin", "extra_info"],
-    "labels": ["prompt", "completion", "label", "extra_info"],
-}
 
 
 def layout_of(config: PairsConfig) -> EvaluateConfig:
@@ -175,9 +165,9 @@ def rank_rollouts(
 ) -> tuple[pd.DataFrame, dict[str, float]]:
     """Sample `config.n` completions of each prompt of RL rows, score them, and rank them.
 
-    Returns rows of `COLUMNS`, and metrics of the rollouts. A pair is the best and the worst of
-    them; its `margin`, which a reward model's loss would use, is 0. With labels, right completions
-    are good. Several GPUs of this machine, or `config.parallel`, share the prompts.
+    Returns rows (`data.contract`) and metrics of the rollouts. A pair is the best and the worst of
+    them; its `margin`, which a reward model's loss would use, is 0. With labels, right ones are
+    good. Several GPUs of this machine, or `config.parallel`, share the prompts.
     `on_progress(n)` is called with the number of finished completions. Raises what `decode_passes`
     and the scorer raise.
     """
@@ -220,4 +210,5 @@ def rank_rollouts(
         "correct": fmean(completion.correct for completion in judged),
     }
     metrics = {name: float(value) for name, value in metrics.items()}
-    return pd.DataFrame(ranked, columns=COLUMNS[kind]), metrics
+    schema = contract.KTO_ROWS if kind == "labels" else contract.PREFERENCE_PAIRS
+    return pd.DataFrame(ranked, columns=list(schema.columns)), metrics

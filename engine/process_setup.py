@@ -1,14 +1,16 @@
-"""What importing `engine` sets up in a process: kept memory, and no unused imports."""
+"""What importing `engine` sets up in a process: short spins, kept memory, no unused imports."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 # transformers 5.19 imports scikit-learn and SciPy, and accelerate 1.15 boto3, where they are
 # installed: for assisted generation, a loss of object detection, SageMaker's settings. That would
@@ -37,6 +39,25 @@ def skip_optional_imports() -> None:
     """Keep transformers and accelerate from importing what is not used here; idempotent."""
     if not any(isinstance(finder, _AvailabilityHook) for finder in sys.meta_path):
         sys.meta_path.insert(0, _AvailabilityHook())
+
+
+def spin_briefly() -> None:
+    """Let OpenMP's threads sleep soon while they wait for each other, which costs an idle machine
+    nothing; on a busy one, spinning turns milliseconds into seconds."""
+    if "GOMP_SPINCOUNT" in os.environ:
+        return
+    os.environ["GOMP_SPINCOUNT"] = "2000"  # read when torch is imported, here and in children
+    torch: Any = sys.modules.get("torch")
+    if not hasattr(torch, "ones"):
+        return
+    # It was imported before. libgomp also spins briefly in a process with more threads than cores:
+    # this thread has a team of its own, which sleeps.
+
+    def hold_team() -> None:
+        torch.ones(1 << 16).add_(1)  # large enough for all threads
+        threading.Event().wait()
+
+    threading.Thread(target=hold_team, name="openmp-team", daemon=True).start()
 
 
 # Options of malloc.h, and values of them.

@@ -8,11 +8,15 @@ users' by the configuration's `plugins`, or by a name such as `package.module:at
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, get_type_hints
 
@@ -239,3 +243,48 @@ def _import_module(name: str, setting: str) -> ModuleType:
             f"{setting}: module {name!r} can't be imported ({type(error).__name__}: {error}); it "
             "must be on the Python path of every process and import cleanly"
         ) from error
+
+
+def load_function(path: str, name: str, setting: str) -> Callable[..., Any]:
+    """Return a function of a user's Python file, which is imported once a process.
+
+    A relative path is looked for in the working directory and on Python's path, where Ray puts a
+    job's files. Raises ConfigError, with the `setting` that names the file, where there is no such
+    file or function and where the file can't be imported.
+    """
+    places = (Path(base) / Path(path).expanduser() for base in ("", *sys.path))
+    file = next(filter(Path.is_file, places), None)
+    if file is None:
+        raise ConfigError(
+            f"{setting}: {path} does not exist here; each machine of the cluster needs it, or a "
+            "job's working directory has to hold it"
+        )
+    function = getattr(_import_file(file.resolve(), setting), name, None)
+    if not callable(function):
+        raise ConfigError(f"{setting}: {path} has no function {name!r}; name one of its functions")
+    return function
+
+
+def _import_file(file: Path, setting: str) -> ModuleType:
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # for what it imports from beside it
+    spec = None
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(file.stem)
+    if spec is not None and spec.origin == str(file):  # a plugin may be the same module
+        return _import_module(file.stem, setting)
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if (known := sys.modules.get(name)) is not None:
+        return known
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{setting}: {file} is not a Python file; give one that ends in .py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a user's file may fail in any way
+        del sys.modules[name]
+        raise ConfigError(
+            f"{setting}: {file} can't be imported ({type(error).__name__}: {error}); correct it"
+        ) from error
+    return module

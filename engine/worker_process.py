@@ -1,4 +1,4 @@
-"""A process for code that may misbehave: rewards and environments of users.
+"""A process, or a thread, for code that may misbehave: rewards and environments of users.
 
 The run holds a `WorkerProcess`, and exchanges pickled messages with a service in it, each with a
 deadline. Between them stands a guard, a process with one thread, which runs no code of users and so
@@ -21,18 +21,23 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import psutil
 
 from engine.errors import ConfigError, EngineError, WorkerError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 START_S = 600.0  # a module may import what takes long
 _CLOSE_S = 15.0
@@ -70,6 +75,25 @@ class ProcessEnded:
 
 class TooLate(Exception):
     """No message came in time."""
+
+
+# One call on a daemon thread, for which Python doesn't wait at its exit. Nothing can stop a plain
+# function in this process: one that hangs is given up, and stays on its thread until it returns.
+
+
+def on_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """Call a function on a thread of its own; whatever it raises is the future's."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*args, **kwargs))
+        except BaseException as error:  # SystemExit, say, must not end more than the call
+            future.set_exception(error)
+
+    threading.Thread(target=work, name=getattr(function, "__name__", ""), daemon=True).start()
+    return future
 
 
 # The run's side.
@@ -322,7 +346,7 @@ def _run_worker(channel_fd: int, guard_pid: int, opener: OpenService) -> None:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         os.setsid()
         faulthandler.enable()
         if os.getppid() == guard_pid:
@@ -374,6 +398,11 @@ def _pidfd(pid: int) -> list[int]:
         return [os.pidfd_open(pid)]
     except (AttributeError, OSError):  # without it, the end of `control` says that the run is gone
         return []
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Let this process get a signal when its parent ends (Linux)."""
+    _prctl(_SET_PDEATHSIG, number)
 
 
 def _prctl(option: int, value: int) -> None:

@@ -10,7 +10,6 @@ Flyte requires a handler to have the inputs of its workflow, hence one per workf
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from datetime import datetime
 from typing import Any
@@ -19,7 +18,7 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
-from engine.stages import stage
+from engine.stages import interfaces, stage
 from engine.stages.settings import RunContext
 from engine.stages.stage import hosted
 from tasks.flytekit_setup import load_secrets
@@ -62,14 +61,10 @@ def _handler(workflow: str, **inputs: type) -> Any:
         record_failure(workflow, config, err)
 
     types = {"config": RLHFConfig, **inputs, "err": FlyteError | None}
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    parameters = [inspect.Parameter(name, kind) for name in types]
-    parameters[-1] = parameters[-1].replace(default=None)
-    handle.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    handle.__annotations__ = {**types, "return": None}
-    handle.__name__ = handle.__qualname__ = f"{workflow}_failed"
-    handle.__doc__ = f"Record why `{workflow}` failed."
-    return task(handle, **task_options("record_failure"))
+    signature = interfaces.signature(types, None, err=None)
+    about = f"Record why `{workflow}` failed."
+    handler = interfaces.declare(handle, f"{workflow}_failed", __name__, signature, about)
+    return task(handler, **task_options("record_failure"))
 
 
 _RUN: dict[str, type] = {"source": str, "path": str, "model": str, "seed": int, "profile": str}

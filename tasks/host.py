@@ -107,15 +107,6 @@ def task_options(stage: str) -> dict[str, Any]:
     }
 
 
-_RETRYABLE = (
-    errors.PlacementError,
-    errors.PreemptedError,
-    errors.StorageError,
-    errors.TrackingError,
-    errors.WorkerError,
-)
-
-
 class StageError(click.ClickException):
     """A failure with a known cause: shown as one sentence, without a traceback."""
 
@@ -178,7 +169,7 @@ def flyte_host() -> Iterator[None]:
             yield
     except errors.EngineError as error:
         redact_causes(error)  # which Flyte shows as a traceback
-        if on_cluster() and isinstance(error, _RETRYABLE):
+        if on_cluster() and isinstance(error, pods.RETRYABLE):
             raise FlyteRecoverableException(str(error)) from error
         raise StageError(str(error)) from error
 

@@ -62,6 +62,7 @@ def use_config_param() -> None:
 
     def to_click_option(*arguments: Any, **named: Any) -> click.Option:
         option: click.Option = make(*arguments, **named)
+        option.opts = [*dict.fromkeys(option.opts)]  # a flag is there twice, of which click warns
         if isinstance(option.type, ConfigParam) and option.type.is_config:
             option.help = (option.help or "").partition(": {")[0]
             option.show_default = "those of `python -m engine.config`"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from engine.config import DataConfig, explain
 from engine.console import command_line, say
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError
 
 _ABOUT = """\
 Write a data set as Parquet files in verl's schema (train.parquet, test.parquet, …), with a card
@@ -28,7 +28,7 @@ Exit status: 0; 2 for wrong input.
 """
 
 
-@command_line
+@command_line(2)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; what is wrong with the input is one sentence."""
     parser = argparse.ArgumentParser(
@@ -49,24 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from engine.data.prepare import CARD, prepare
     from engine.data.tokenizer import load_tokenizer
 
-    try:
-        known = options.dataset in PRESETS
-        if options.source and not known:
-            raise ConfigError(
-                f"--source goes with {' or '.join(PRESETS)}; give {options.dataset!r} alone"
-            )
-        config = data_config(options.settings, options.source if known else options.dataset)
-        config = with_preset(config, options.dataset) if known else config
-        tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-        folder = Path(options.local_dir)
-        cards = prepare(config, folder, tokenizer)
-        for card in cards:
-            out = ", ".join(f"{count:,} {reason}" for reason, count in card.left_out.items())
-            say(f"{card.name}: {len(card.lengths):,} rows" + (f"; left out: {out}" if out else ""))
-        say(f"card: {folder / CARD}")
-    except EngineError as error:
-        say(f"error: {error}")
-        return 2
+    known = options.dataset in PRESETS
+    if options.source and not known:
+        raise ConfigError(
+            f"--source goes with {' or '.join(PRESETS)}; give {options.dataset!r} alone"
+        )
+    config = data_config(options.settings, options.source if known else options.dataset)
+    config = with_preset(config, options.dataset) if known else config
+    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
+    folder = Path(options.local_dir)
+    cards = prepare(config, folder, tokenizer)
+    for card in cards:
+        out = ", ".join(f"{count:,} {reason}" for reason, count in card.left_out.items())
+        say(f"{card.name}: {len(card.lengths):,} rows" + (f"; left out: {out}" if out else ""))
+    say(f"card: {folder / CARD}")
     return 0
 
 

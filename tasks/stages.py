@@ -1,14 +1,15 @@
 """All Flyte tasks that open runs, make artifacts and end runs: thin wrappers of `engine.stages`.
 
-Where a task runs and what is retried and cached is in `engine.stages.pods`, by its name. The body
-is the function of the same name there, which gets the task's inputs by name (`locals()`).
-`stages.training` and others are loaded when a task runs.
+Where a task runs and what is retried and cached is in `engine.stages.pods`, by its name. Its body,
+whose inputs it has, is the function of that name in `engine.stages`.
 """
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Mapping
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,31 +19,51 @@ from flytekit.types.file import FlyteFile
 
 from engine import stages
 from engine.console import say
-from engine.stages.pods import registration_environment
+from engine.stages import interfaces, pods
 from engine.stages.profiles import Profile
-from engine.stages.settings import (
-    DatasetSettings,
-    EvaluationSettings,
-    IngestSettings,
-    PairsSettings,
-    Plan,
-    PreferenceSettings,
-    PromotionPlan,
-    PromotionSettings,
-    RetrainingPlan,
-    RewardAuditSettings,
-    RewardModelGateSettings,
-    RewardModelSettings,
-    RLSettings,
-    RunContext,
-    SFTSettings,
-)
-from engine.stages.stage import shared
+from engine.stages.settings import PairsSettings, PreferenceSettings, RunContext
+from engine.stages.stage import Artifact, shared
 from tasks import host
 from tasks.failure import current_run
 from tasks.flytekit_setup import evict_missing
 from tasks.inputs import RLHFConfig
-from tasks.variants import on_profiles, stages_of
+from tasks.variants import MadeInside, on_profiles, stages_of
+
+TYPES = {"Artifact": FlyteDirectory, "Path": FlyteFile, "PipelineConfig": RLHFConfig}
+CALLS: Mapping[Any, Callable[..., Any]] = {FlyteDirectory: host.directory, FlyteFile: host.file}
+
+
+def function_of(
+    body: str, call: Callable[..., Any] | None = None, gives: Any = None, **inputs: Any
+) -> Callable[..., Any]:
+    """Return the function of a stage's task; `body` is `module.function` of `engine.stages`.
+
+    call: calls the body and makes outputs of its result, by default by their type. gives, inputs:
+    types of the output and of inputs that flytekit has in the place of the body's.
+    """
+    signature = interfaces.signature_of(body, TYPES, gives, **inputs)
+    run = call or CALLS.get(signature.return_annotation, host.run_body)
+
+    @functools.wraps(host.run_body)  # flytekit takes no function that is local to another one
+    def run_stage(**inputs: Any) -> Any:
+        return run(interfaces.function_of(body), **inputs)
+
+    name, about = body.rpartition(".")[2], interfaces.docstring_of(body)
+    return interfaces.declare(run_stage, name, __name__, signature, about)
+
+
+def task_of(
+    body: str,
+    call: Callable[..., Any] | None = None,
+    gives: Any = None,
+    made_inside: Mapping[str, MadeInside] | None = None,
+    **inputs: Any,
+) -> Any:
+    """Return a stage's task; see `function_of`, and `on_profiles` for `made_inside`."""
+    function = function_of(body, call, gives, **inputs)
+    if pods.STAGES[function.__name__].on_profile:
+        return on_profiles(function, made_inside or {})
+    return task(function, **host.task_options(function.__name__))
 
 
 def opened(body: Callable[..., Any], **inputs: Any) -> Any:
@@ -56,40 +77,9 @@ def opened(body: Callable[..., Any], **inputs: Any) -> Any:
     return made
 
 
-@task(**host.task_options("plan"))
-def plan(
-    config: RLHFConfig,
-    source: str,
-    path: str,
-    model: str,
-    seed: int,
-    profile: str,
-    workflow: str = "rlhf",
-    preferences: str = "",
-) -> Plan:
-    """Check the inputs, open the run, and split the configuration by stage."""
-    return opened(stages.plan.plan, **locals())
-
-
-@task(**host.task_options("plan_promotion"))
-def plan_promotion(
-    config: RLHFConfig,
-    dataset: FlyteDirectory,
-    policy: FlyteDirectory,
-    evaluation: FlyteDirectory,
-    seed: int,
-    profile: str,
-) -> PromotionPlan:
-    """Check that the evaluation is of this model on this data, as configured; open the run."""
-    return opened(stages.plan.plan_promotion, **locals())
-
-
-@task(**host.task_options("trigger_retraining"))
-def trigger_retraining(
-    config: RLHFConfig, at: datetime, path: str, seed: int, profile: str
-) -> RetrainingPlan:
-    """Open the run, and find what arrived until `at` since the champion's data."""
-    return opened(stages.dataset.trigger_retraining, **locals())
+plan = task_of("plan.plan", opened)
+plan_promotion = task_of("plan.plan_promotion", opened)
+trigger_retraining = task_of("dataset.trigger_retraining", opened)
 
 
 class Dataset(NamedTuple):
@@ -103,78 +93,23 @@ class Dataset(NamedTuple):
     test: host.RLPrompts
 
 
-@task(**host.task_options("preprocess"))
-def preprocess(run: RunContext, settings: DatasetSettings) -> Dataset:
-    """Make validated splits and a tokenizer from a source."""
-    made = host.run_body(stages.dataset.preprocess, **locals())
+def dataset_of(body: Callable[..., Artifact], **inputs: Any) -> Dataset:
+    """Call a stage's body that makes a dataset."""
+    made = host.run_body(body, **inputs)
     return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
 
 
-@task(**host.task_options("ingest"))
-def ingest(run: RunContext, settings: IngestSettings, champion: FlyteDirectory) -> Dataset:
-    """Add new problems to the champion's dataset."""
-    made = host.run_body(stages.dataset.ingest, **locals())
-    return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
-
-
-@task(**host.task_options("fetch"))
-def fetch(run: RunContext, reference: str, name: str) -> FlyteDirectory:
-    """Download a model: models:/NAME@ALIAS, models:/NAME/VERSION, a folder, address or hub id."""
-    return host.directory(stages.fetch.fetch, **locals())
-
-
-@on_profiles()
-def reward_audit(
-    run: RunContext, settings: RewardAuditSettings, dataset: FlyteDirectory
-) -> FlyteDirectory:
-    """Find out whether the run's scorers can be fooled."""
-    return host.directory(stages.reward_audit.reward_audit, **locals())
-
-
-@on_profiles()
-def sft(run: RunContext, settings: SFTSettings, dataset: FlyteDirectory) -> FlyteDirectory:
-    """Fine-tune the start model, unless `sft.skip`."""
-    return host.directory(stages.training.sft, **locals())
-
-
-@on_profiles()
-def rl(
-    run: RunContext,
-    settings: RLSettings,
-    dataset: FlyteDirectory,
-    warm_start: FlyteDirectory,
-    reward_model: FlyteDirectory | None = None,
-) -> FlyteDirectory:
-    """Improve the warm start by reinforcement learning on the dataset's prompts."""
-    return host.directory(stages.training.rl, **locals())
-
-
-@on_profiles()
-def pairs(
-    run: RunContext, settings: PairsSettings, dataset: FlyteDirectory, policy: FlyteDirectory
-) -> FlyteDirectory:
-    """Make the preferences that are learned from, by rollouts of the policy or from files."""
-    return host.directory(stages.preferences.pairs, **locals())
-
-
-@on_profiles()
-def reference_log_probs(
-    run: RunContext, settings: PreferenceSettings, pairs: FlyteDirectory, policy: FlyteDirectory
-) -> FlyteDirectory:
-    """Compute the reference's log-probs; `settings.config` as `reference_settings` gives it."""
-    return host.directory(stages.preferences.reference_log_probs, **locals())
-
-
-@on_profiles()
-def preference_training(
-    run: RunContext,
-    settings: PreferenceSettings,
-    pairs: FlyteDirectory,
-    policy: FlyteDirectory,
-    reference: FlyteDirectory,
-) -> FlyteDirectory:
-    """Train the policy, which is the reference as well, on preferences."""
-    return host.directory(stages.preferences.preference_training, **locals())
+preprocess = task_of("dataset.preprocess", dataset_of, Dataset)
+ingest = task_of("dataset.ingest", dataset_of, Dataset)
+fetch = task_of("fetch.fetch")
+reward_audit = task_of("reward_audit.reward_audit")
+sft = task_of("training.sft")
+rl = task_of("training.rl")
+pairs = task_of("preferences.pairs")
+reference_log_probs = task_of("preferences.reference_log_probs")
+preference_training = task_of("preferences.preference_training")
+reward_model_training = task_of("preferences.reward_model_training")
+reward_model_promotion = task_of("promotion.reward_model_promotion")
 
 
 @dynamic(
@@ -183,7 +118,7 @@ def preference_training(
     container_image=host.IMAGE,
     retries=2,  # of its own pod, as in `tasks.variants`
     timeout=timedelta(days=18),  # holds for all stages of all rounds
-    environment=registration_environment(),
+    environment=pods.registration_environment(),
 )
 def learn_in_rounds(
     profile: Profile,
@@ -197,40 +132,7 @@ def learn_in_rounds(
 
     How many there are is known when a run starts: the nodes are written then.
     """
-    policy = start
-    for one in stages.preferences.rounds(pairs_settings, settings):
-        made = pairs(profile, run=run, settings=one.pairs, dataset=dataset, policy=policy)
-        log_probs = reference_log_probs(
-            profile, run=run, settings=one.reference, pairs=made, policy=policy
-        )
-        policy = preference_training(
-            profile,
-            run=run,
-            settings=one.training,
-            pairs=made,
-            policy=policy,
-            reference=log_probs,
-        )
-    return policy
-
-
-@on_profiles()
-def reward_model_training(
-    run: RunContext, settings: RewardModelSettings, pairs: FlyteDirectory, policy: FlyteDirectory
-) -> FlyteDirectory:
-    """Train a reward model that starts from the policy's backbone."""
-    return host.directory(stages.preferences.reward_model_training, **locals())
-
-
-@on_profiles()
-def reward_model_promotion(
-    run: RunContext,
-    settings: RewardModelGateSettings,
-    pairs: FlyteDirectory,
-    reward_model: FlyteDirectory,
-) -> FlyteDirectory:
-    """Register the reward model; make it champion if it ranks held-out pairs by the rules."""
-    return host.directory(stages.promotion.reward_model_promotion, **locals())
+    return stages.preferences.learn_in_rounds(sys.modules[__name__], **locals())
 
 
 # Evaluation. With `evaluate.map_parts` the dynamic task `evaluate` runs `evaluate_part` so many
@@ -245,18 +147,12 @@ class Evaluation(NamedTuple):
     rows_rl: host.EvaluationRows
 
 
-@stages_of
-def evaluate_part(
-    part: int,
-    run: RunContext,
-    settings: EvaluationSettings,
-    dataset: FlyteDirectory,
-    warm_start: FlyteDirectory,
-    policy: FlyteDirectory,
-) -> host.EvaluationRows:
-    """Return both models' rows of one share of the problems, `part` of `evaluate.map_parts`."""
-    rows = host.run_body(stages.evaluation.evaluate_part, **locals())
-    return host.as_table(host.TableFile.write(rows))
+def table_of(body: Callable[..., Any], **inputs: Any) -> StructuredDataset:
+    """Call a stage's body that makes a table of no artifact."""
+    return host.as_table(host.TableFile.write(host.run_body(body, **inputs)))
+
+
+evaluate_part = stages_of(function_of("evaluation.evaluate_part", table_of, host.EvaluationRows))
 
 
 def parts_of(profile: Profile, inputs: Mapping[str, Any]) -> Any:
@@ -268,41 +164,32 @@ def parts_of(profile: Profile, inputs: Mapping[str, Any]) -> Any:
     return map_task(partial(evaluate_part(profile), **given))(part=list(range(parts)))
 
 
-@on_profiles(made_inside={"parts": parts_of})
-def evaluate(
-    run: RunContext,
-    settings: EvaluationSettings,
-    dataset: FlyteDirectory,
-    warm_start: FlyteDirectory,
-    policy: FlyteDirectory,
-    audit: FlyteDirectory | None = None,
-    parts: list[StructuredDataset] | None = None,
+def evaluation_of(
+    body: Callable[..., Artifact], parts: list[StructuredDataset] | None = None, **inputs: Any
 ) -> Evaluation:
-    """Compare the two models on held-out problems; `parts`: what a map task has decoded."""
-    inputs: dict[str, Any] = {**locals(), "parts": None}
-    if parts:
-        from engine.data.contract import EVALUATION_ROWS
+    """Call the stage's body that compares two models; `parts`: what a map task has decoded."""
+    from engine.data.contract import EVALUATION_ROWS
 
-        named = ((f"part {n + 1} of the evaluation", table) for n, table in enumerate(parts))
-        inputs["parts"] = (
-            host.open_table(table).read(EVALUATION_ROWS, name) for name, table in named
-        )
-    made = host.run_body(stages.evaluation.evaluate, **inputs)
+    tables = (
+        host.open_table(table).read(EVALUATION_ROWS, f"part {number} of the evaluation")
+        for number, table in enumerate(parts or (), 1)
+    )
+    made = host.run_body(body, parts=tables if parts else None, **inputs)
     names = (f"rows_{name}" for name in stages.evaluation.MODELS)
     return Evaluation(FlyteDirectory(made.uri), *host.tables(made, *names))
 
 
-@on_profiles()
-def promote(
-    run: RunContext,
-    settings: PromotionSettings,
-    dataset: FlyteDirectory,
-    policy: FlyteDirectory,
-    evaluation: FlyteDirectory,
-    approved_by: str = "",
-) -> FlyteDirectory:
-    """Register the model; make it champion if it beats the present one on the same problems."""
-    return host.directory(stages.promotion.promote, **locals())
+evaluate = task_of(
+    "evaluation.evaluate",
+    evaluation_of,
+    Evaluation,
+    made_inside={"parts": parts_of},
+    parts=list[StructuredDataset] | None,
+)
+
+promote = task_of("promotion.promote")
+approval_request = task_of("promotion.approval_request")
+rollback = task_of("promotion.rollback")
 
 
 @task(**host.task_options("waits_for_approval"))
@@ -317,56 +204,7 @@ def keep_promotion(promotion: FlyteDirectory) -> FlyteDirectory:
     return host.directory(lambda promotion: shared(promotion.local()), **locals())
 
 
-@task(**host.task_options("approval_request"))
-def approval_request(promotion: FlyteDirectory) -> str:
-    """Return what a person is asked to approve, as Flyte's console shows it."""
-    return host.run_body(stages.promotion.approval_request, **locals())
-
-
-@task(**host.task_options("rollback"))
-def rollback(
-    model_name: str,
-    reason: str,
-    to: str = "",
-    expected: str = "",
-    alias: str = "champion",
-    forced: bool = False,
-    approved_by: str = "",
-    request: str = "",
-) -> FlyteDirectory:
-    """Restore a champion; a second call with the same `request` changes nothing."""
-    return host.directory(stages.promotion.rollback, **locals())
-
-
-@task(**host.task_options("report"))
-def report(
-    run: RunContext,
-    config_digest: str,
-    dataset: FlyteDirectory,
-    warm_start: FlyteDirectory,
-    policy: FlyteDirectory,
-    evaluation: FlyteDirectory,
-    promotion: FlyteDirectory,
-) -> FlyteFile:
-    """Write the run's pages and `summary.json`, end the MLflow parent run, print the summary."""
-    return host.file(stages.evaluation.report, **locals())
-
-
-@task(**host.task_options("finalize"))
-def finalize(run: RunContext, artifact: FlyteDirectory) -> FlyteDirectory:
-    """Write the artifact's metrics to the MLflow run, end the run, and return the artifact."""
-    return host.directory(stages.evaluation.finalize, **locals())
-
-
-@task(**host.task_options("finalize_skipped"))
-def finalize_skipped(run: RunContext, reason: str) -> FlyteFile:
-    """End a run that had nothing to do: the reason goes to MLflow and into `summary.json`."""
-    return host.file(stages.evaluation.finalize_skipped, **locals())
-
-
-@task(**host.task_options("review"))
-def review(
-    artifact: str, against: str, store: str, verify_content: bool, require_signatures: bool
-) -> FlyteFile:
-    """Write the page of an artifact's lineage; fail, with the page in the Deck, on tampering."""
-    return host.file(stages.evaluation.review, **locals())
+report = task_of("evaluation.report")
+finalize = task_of("evaluation.finalize")
+finalize_skipped = task_of("evaluation.finalize_skipped")
+review = task_of("evaluation.review")

@@ -19,15 +19,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
+import flytekitplugins.ray
 from flytekit import Cache, PodTemplate, dynamic, task
 from flytekit.core.context_manager import ExecutionParameters, FlyteContextManager, FlyteEntities
 from flytekit.core.workflow import WorkflowBase
 from flytekit.extend import TaskPlugins
-from flytekitplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
+from flytekitplugins.ray import RayJobConfig
 from flytekitplugins.ray.task import RayFunctionTask
 
 from engine.config import digest
-from engine.stages import pods
+from engine.stages import interfaces, pods
 from engine.stages.profiles import LAPTOP, Profile
 from tasks.flytekit_setup import image
 from tasks.host import IMAGE, SMALL, task_options
@@ -36,19 +37,10 @@ if TYPE_CHECKING:
     from kubernetes.client import V1PodSpec
 
 
-def worker_pod(profile: Profile, container: str) -> PodTemplate:
-    """Return the pod of a whole machine, say a Ray worker."""
-    return _LazyPodTemplate(container, partial(pods.machine_pod, container, profile))
-
-
-def head_pod(container: str) -> PodTemplate:
-    """Return the pod of a Ray head."""
-    return _LazyPodTemplate(container, partial(pods.head_pod, container))
-
-
 def stage_pod(profile: Profile) -> PodTemplate | None:
     """Return the pod of a stage without a Ray cluster: a whole machine; None without GPUs."""
-    return worker_pod(profile, "primary") if profile.gpus else None
+    spec = partial(pods.machine_pod, "primary", profile)
+    return _LazyPodTemplate("primary", spec) if profile.gpus else None
 
 
 class _LazyPodTemplate(PodTemplate):
@@ -84,26 +76,8 @@ TaskPlugins.register_pythontask_plugin(LocalRayJobConfig, LocalRayTask)
 
 
 def ray_cluster(profile: Profile) -> LocalRayJobConfig:
-    """Return the cluster of one run on these machines, whose head schedules nothing.
-
-    A pre-empted spot machine is replaced by the autoscaler, or the run continues with fewer.
-    """
-    workers = WorkerNodeConfig(
-        group_name="workers",
-        replicas=profile.replicas.start,
-        min_replicas=profile.replicas.fewest,
-        max_replicas=profile.replicas.most,
-        pod_template=worker_pod(profile, "ray-worker"),
-    )
-    return LocalRayJobConfig(
-        head_node_config=HeadNodeConfig(
-            ray_start_params={"num-cpus": "0"}, pod_template=head_pod("ray-head")
-        ),
-        worker_node_config=[workers],
-        enable_autoscaling=True,
-        shutdown_after_job_finishes=True,
-        ttl_seconds_after_finished=600,
-    )
+    """Return the Ray cluster of one run on these machines."""
+    return LocalRayJobConfig(**pods.ray_job(flytekitplugins.ray, _LazyPodTemplate, profile))
 
 
 PROFILE_VARIABLE = "HYBRIDFLYTE_PROFILE"  # of a stage's container: its profile as JSON
@@ -113,36 +87,30 @@ StageOn = Callable[[Profile], Any]  # makes a stage's task for these machines
 MadeInside = Callable[[Profile, Mapping[str, Any]], Any]
 
 
-def on_profiles(
-    *, made_inside: Mapping[str, MadeInside] | None = None
-) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a function: make it a stage whose first input is its profile.
+def on_profiles(body: Callable[..., Any], made_inside: Mapping[str, MadeInside]) -> Any:
+    """Return the dynamic task of a stage whose first input is its profile, then `body`'s.
 
-    `made_inside` are inputs that the dynamic task makes, by further tasks on the same machines.
+    `made_inside` are inputs that it makes itself, by further tasks on the same machines.
     """
-
-    def make(body: Callable[..., Any]) -> Any:
-        options = pods.STAGES[body.__name__]
-        return dynamic(
-            _with_profile(body, stages_of(body), made_inside or {}),
-            cache=False,
-            container_image=IMAGE,
-            requests=SMALL,
-            retries=2,  # of its own pod: a stage that failed ends it for good
-            timeout=(options.retries + 1) * options.timeout,  # holds for all attempts at the stage
-            environment=pods.registration_environment(),
-        )
-
-    return make
+    options = pods.STAGES[body.__name__]
+    return dynamic(
+        _with_profile(body, stages_of(body), made_inside),
+        cache=False,
+        container_image=IMAGE,
+        requests=SMALL,
+        retries=2,  # of its own pod: a stage that failed ends it for good
+        timeout=(options.retries + 1) * options.timeout,  # holds for all attempts at the stage
+        environment=pods.registration_environment(),
+    )
 
 
 def stages_of(body: Callable[..., Any]) -> StageOn:
-    """Decorate a function: make it a stage that dynamic tasks lay out."""
+    """Return what makes a stage's task on a profile, and set the module's `<stage>_stage` to it."""
     starts_ray = pods.STAGES[body.__name__].starts_ray
 
     @functools.wraps(body)
-    def function(*arguments: Any, **inputs: Any) -> Any:
-        return body(*arguments, **inputs)
+    def function(**inputs: Any) -> Any:
+        return body(**inputs)
 
     function.__name__ = function.__qualname__ = f"{body.__name__}_stage"
 
@@ -185,13 +153,12 @@ def _with_profile(
             made = {name: make(profile, inputs) for name, make in made_inside.items()}
         return stage(**inputs, **made)
 
-    signature = inspect.signature(body)
-    first = inspect.Parameter("profile", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature, about = inspect.signature(body), body.__doc__ or ""
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    first = inspect.Parameter("profile", kind, annotation=Profile)
     others = [input for name, input in signature.parameters.items() if name not in made_inside]
-    on_machines.__signature__ = signature.replace(parameters=[first, *others])  # type: ignore[attr-defined]
-    types_of = {k: v for k, v in body.__annotations__.items() if k not in made_inside}
-    on_machines.__annotations__ = {"profile": Profile, **types_of}
-    return on_machines
+    signature = signature.replace(parameters=[first, *others])
+    return interfaces.declare(on_machines, body.__name__, body.__module__, signature, about)
 
 
 @contextlib.contextmanager

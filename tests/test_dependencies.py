@@ -173,8 +173,8 @@ def test_the_hybrid_actor_is_above_its_parts_and_below_the_controller() -> None:
 ABOVE = {
     "checkpoint": ("errors", "storage"),
     "planner": ("errors", "parallel", "controller.placement", "controller.launch"),
-    "storage": ("errors", "console", "redaction"),
-    "tracking": ("errors", "redaction", "storage"),
+    "storage": ("errors", "console", "redaction", "worker_process"),
+    "tracking": ("errors", "console", "redaction", "storage", "worker_process"),
     "lineage": ("errors", "redaction", "storage", "tracking", "checkpoint", "html_templates"),
     "samples": ("batch", "errors", "html_templates", "storage.filesystem"),
     "promotion": (
@@ -211,9 +211,13 @@ def test_a_room_knows_of_the_others_what_it_needs(room: str) -> None:
     [
         ("planner", ("engine.trainers.auto_placement", "engine.stages")),
         ("promotion", ("engine.stages",)),
-        ("lineage", ("engine.promotion", "engine.release", "engine.serve", "engine.stages")),
+        (
+            "lineage",
+            ("engine.promotion", "engine.release", "engine.runs", "engine.serve", "engine.stages"),
+        ),
         ("release", ("engine.cli.commands.export",)),
-        ("samples", ("engine.cli", "engine.stages")),
+        ("samples", ("engine.cli", "engine.runs", "engine.stages")),
+        ("runs", ()),
         ("stages", ()),
     ],
 )
@@ -228,7 +232,7 @@ def test_a_room_is_known_to_few(room: str, users: tuple[str, ...]) -> None:
     assert others == []
 
 
-@pytest.mark.parametrize("room", ["planner", "promotion", "lineage", "release"])
+@pytest.mark.parametrize("room", ["planner", "promotion", "lineage", "release", "runs"])
 def test_planning_and_lineage_compute_nothing(room: str) -> None:
     """They answer in a moment: no file of theirs loads what training needs."""
     heavy = ("torch", "transformers", "ray", "vllm", "peft")

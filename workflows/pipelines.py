@@ -11,9 +11,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engine.stages import interfaces
 from engine.stages.stage import Artifact
 
 # The inputs of a plan, beside its settings: what each is, and what it is by default.
@@ -57,32 +59,37 @@ class Pipeline:
         """The body's inputs beside the front and the plan."""
         return list(inspect.signature(self.body, eval_str=True).parameters.values())[2:]
 
-    def signature(self, config: Any, types: Mapping[type, Any]) -> inspect.Signature:
-        """Return the signature of a front's task.
+    def bind(
+        self, front: Any, inputs: Mapping[str, Any]
+    ) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+        """Return what plans a run with these inputs, and what runs the stages of a plan."""
+        own = {input.name for input in self.own_inputs}
+        others = {name: value for name, value in inputs.items() if name not in own}
+        plan = partial(front.plan, **{"preferences": "", **others}, workflow=self.name)
+        given = {name: inputs[name] for name in own}
+        return plan, lambda p: self.body(front, p, **given)
+
+    def declare(
+        self, composed: Callable[..., Any], module: str, config: Any, types: Mapping[type, Any]
+    ) -> Callable[..., Any]:
+        """Return `composed` with the name, inputs and description of a front's task in `module`.
 
         config: its default, whose type the input has. types: what the front has for a file (`Path`)
         and a folder (`Artifact`).
         """
-        defaults = {"config": config} | {name: default for name, (_, default) in INPUTS.items()}
+        defaults = [("config", config)] + [(name, value) for name, (_, value) in INPUTS.items()]
+        after_model = list(INPUTS).index("model") + 2
+        defaults[after_model:after_model] = [(own.name, own.default) for own in self.own_inputs]
+        types_of = {name: type(value) for name, value in defaults}
         if not self.by_preferences:
-            del defaults["preferences"]
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        parameters = [
-            inspect.Parameter(name, kind, default=value, annotation=type(value))
-            for name, value in defaults.items()
-        ]
-        after_model = list(defaults).index("model") + 1
-        parameters[after_model:after_model] = self.own_inputs
+            del types_of["preferences"]
         gives = inspect.signature(self.body, eval_str=True).return_annotation
-        return inspect.Signature(parameters, return_annotation=types[gives])
-
-    def input_help(self) -> dict[str, str]:
-        """Return what each input is, for the command line."""
-        return (
-            {"config": CONFIG}
-            | {name: text for name, (text, _) in INPUTS.items()}
-            | dict(self.help)
-        )
+        signature = interfaces.signature(types_of, types[gives], **dict(defaults))
+        texts = {name: text for name, (text, _) in INPUTS.items()} | {"config": CONFIG, **self.help}
+        does, _, returns = (inspect.getdoc(self.body) or "").partition("\n\nReturns:")
+        lines = [f"    {name}: {texts[name]}" for name in signature.parameters]
+        about = "\n".join([f"{does}\n\nArgs:", *lines, f"\nReturns:{returns}"])
+        return interfaces.declare(composed, self.name, module, signature, about)
 
 
 def pipeline(
@@ -131,13 +138,9 @@ def preference(front: Any, p: Any) -> Path:
     """
     dataset, warm_start = warm_start_of(front, p)
     audit = audit_of(front, p, dataset)
+    settings = {"pairs_settings": p.pairs, "settings": p.preference}
     policy = front.learn_in_rounds(
-        profile=p.profile,
-        run=p.run,
-        pairs_settings=p.pairs,
-        settings=p.preference,
-        dataset=dataset,
-        start=warm_start,
+        profile=p.profile, run=p.run, **settings, dataset=dataset, start=warm_start
     )
     return evaluate_and_promote(front, p, dataset, warm_start, policy, audit)
 
@@ -172,14 +175,8 @@ def classic_rlhf(front: Any, p: Any) -> Path:
     dataset, warm_start = warm_start_of(front, p)
     audit = audit_of(front, p, dataset)
     scorer, registered = reward_model_of(front, p, dataset, warm_start)
-    policy = front.rl(
-        p.profile,
-        run=p.run,
-        settings=p.rl,
-        dataset=dataset,
-        warm_start=warm_start,
-        reward_model=scorer,
-    )
+    start = {"dataset": dataset, "warm_start": warm_start, "reward_model": scorer}
+    policy = front.rl(p.profile, run=p.run, settings=p.rl, **start)
     front.in_order(registered, policy)  # a registry that can't be written to is found before RL
     front.in_order(audit, policy)
     return evaluate_and_promote(front, p, dataset, warm_start, policy, audit)
@@ -275,31 +272,17 @@ def evaluate_and_promote(
     """Evaluate, promote and report a policy."""
     evaluation = evaluation_of(front, p, dataset, warm_start, policy, audit)
     promotion = front.gate(p, dataset, policy, evaluation)
-    return front.report(
-        run=p.run,
-        config_digest=p.config_digest,
-        dataset=dataset,
-        warm_start=warm_start,
-        policy=policy,
-        evaluation=evaluation,
-        promotion=promotion,
-    )
+    made = {"dataset": dataset, "warm_start": warm_start, "policy": policy}
+    made |= {"evaluation": evaluation, "promotion": promotion}
+    return front.report(run=p.run, config_digest=p.config_digest, **made)
 
 
 def evaluation_of(
     front: Any, p: Any, dataset: Any, warm_start: Any, policy: Any, audit: Any
 ) -> Any:
     """Compare a policy with what it started from."""
-    compared = front.evaluate(
-        p.profile,
-        run=p.run,
-        settings=p.evaluation,
-        dataset=dataset,
-        warm_start=warm_start,
-        policy=policy,
-        audit=audit,
-    )
-    return first(compared)
+    made = {"dataset": dataset, "warm_start": warm_start, "policy": policy, "audit": audit}
+    return first(front.evaluate(p.profile, run=p.run, settings=p.evaluation, **made))
 
 
 def first(made: Any) -> Any:

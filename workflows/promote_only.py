@@ -38,12 +38,5 @@ def promote_only(
     Returns:
         The promotion artifact: decision.json.
     """
-    p = plan_promotion(
-        config=config,
-        dataset=dataset,
-        policy=policy,
-        evaluation=evaluation,
-        seed=seed,
-        profile=profile,
-    )
+    p = plan_promotion(**locals())
     return finalize(run=p.run, artifact=gate(p, dataset, policy, evaluation))

@@ -10,55 +10,40 @@ A run may be late or repeated: see docs/retraining.md.
 
 from datetime import datetime
 from types import SimpleNamespace
+from typing import Any, get_type_hints
 
 from flytekit import conditional, workflow
 from flytekit.types.file import FlyteFile
 
-from engine.stages.profiles import Profile
-from engine.stages.settings import (
-    EvaluationSettings,
-    IngestSettings,
-    PromotionSettings,
-    RewardAuditSettings,
-    RLSettings,
-    RunContext,
-)
+from engine.stages import interfaces
+from engine.stages.settings import RetrainingPlan
 from tasks import failure  # by module: pyflyte can't list a handler's error input
 from tasks.inputs import RLHFConfig
 from tasks.stages import finalize_skipped, trigger_retraining
 from workflows import pipelines
 from workflows.parts import FRONT
 
+# What the sub-workflow gets of a plan, which flytekit can't hand on whole.
+PLANNED = {
+    name: kind
+    for name, kind in get_type_hints(RetrainingPlan).items()
+    if name not in ("proceed", "skip_reason")
+}
 
-@workflow
-def retrain_champion(
-    run: RunContext,
-    profile: Profile,
-    champion: str,
-    ingest_settings: IngestSettings,
-    audit_profile: Profile,
-    audit_settings: RewardAuditSettings,
-    rl_settings: RLSettings,
-    evaluation_settings: EvaluationSettings,
-    promotion_settings: PromotionSettings,
-    needs_approval: bool,
-    config_digest: str,
-) -> FlyteFile:
-    """Train on the new data, evaluate, and promote by the rules."""
-    p = SimpleNamespace(
-        run=run,
-        profile=profile,
-        champion=champion,
-        ingest=ingest_settings,
-        audit_profile=audit_profile,
-        reward_audit=audit_settings,
-        rl=rl_settings,
-        evaluation=evaluation_settings,
-        promotion=promotion_settings,
-        needs_approval=needs_approval,
-        config_digest=config_digest,
+
+def _retrain(**plan: Any) -> Any:
+    return pipelines.retrain_champion(FRONT, SimpleNamespace(**plan))
+
+
+retrain_champion = workflow(
+    interfaces.declare(
+        _retrain,
+        "retrain_champion",
+        __name__,
+        interfaces.signature(PLANNED, FlyteFile),
+        "Train on the new data, evaluate, and promote by the rules.",
     )
-    return pipelines.retrain_champion(FRONT, p)
+)
 
 
 @workflow(on_failure=failure.retraining_failed)
@@ -85,21 +70,7 @@ def retraining(
     return (
         conditional("new_data")
         .if_(p.proceed.is_true())
-        .then(
-            retrain_champion(
-                run=p.run,
-                profile=p.profile,
-                champion=p.champion,
-                ingest_settings=p.ingest,
-                audit_profile=p.audit_profile,
-                audit_settings=p.reward_audit,
-                rl_settings=p.rl,
-                evaluation_settings=p.evaluation,
-                promotion_settings=p.promotion,
-                needs_approval=p.needs_approval,
-                config_digest=p.config_digest,
-            )
-        )
+        .then(retrain_champion(**{name: getattr(p, name) for name in PLANNED}))
         .else_()
         .then(finalize_skipped(run=p.run, reason=p.skip_reason))
     )

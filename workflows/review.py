@@ -31,10 +31,4 @@ def review(
     Returns:
         One HTML page, which is also the task's Deck.
     """
-    return review_task(
-        artifact=artifact,
-        against=against,
-        store=store,
-        verify_content=verify_content,
-        require_signatures=require_signatures,
-    )
+    return review_task(**locals())

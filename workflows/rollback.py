@@ -33,12 +33,4 @@ def rollback(
     Returns:
         The rollback artifact: rollback.json.
     """
-    return rollback_task(
-        model_name=model_name,
-        reason=reason,
-        to=to,
-        expected=expected,
-        alias=alias,
-        forced=forced,
-        approved_by=approved_by,
-    )
+    return rollback_task(**locals())

@@ -22,15 +22,22 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from engine.agents import environment_pool
-from engine.agents.environment_protocol import Environment, EnvironmentFailure
-from engine.agents.episode import Episode, EpisodeTree, SavedTurn, load_episode, save_episode
+from engine.agents.environment_protocol import Environment, EnvironmentFailure, make_environment
+from engine.agents.episode import (
+    Episode,
+    EpisodeTree,
+    SavedTurn,
+    TurnRequest,
+    load_episode,
+    save_episode,
+)
 from engine.errors import EngineError, RolloutError
-from engine.rollout.stream import PartialCompletion, PartialRequest, RolloutStream
+from engine.rollout.stream import PartialRequest, RolloutStream, StreamedCompletion
 
 
 class LocalEnvironments:
@@ -55,7 +62,7 @@ class LocalEnvironments:
         return asyncio.run_coroutine_threadsafe(self.host.call(call), self._loop)
 
     def close(self) -> None:
-        """Close the environments that play nothing, and end the thread."""
+        """End what plays, close the environments, and end the thread."""
         if not self._thread.is_alive():
             return
         with suppress(TimeoutError):
@@ -67,31 +74,50 @@ class LocalEnvironments:
             self._loop.close()
 
 
+def open_pool(
+    name: str, options: Mapping[str, object], processes: int, timeout_s: float, **limits: Any
+) -> environment_pool.EnvironmentPool | LocalEnvironments:
+    """Environments in processes, or in this one for 0; `limits` are an `EnvironmentPool`'s."""
+    if not processes:
+        make = partial(make_environment, name, options)
+        return LocalEnvironments(make, timeout_s=timeout_s)
+    return environment_pool.EnvironmentPool(
+        name, options, processes=processes, timeout_s=timeout_s, **limits
+    )
+
+
 class Environments(Protocol):
-    """What episodes are played with: `EnvironmentPool`, `LocalEnvironments`, or agents."""
+    """What episodes are played with: `EnvironmentPool`, `LocalEnvironments`, or `AgentPool`."""
 
     @property
-    def tools(self) -> Sequence[Mapping[str, object]]:
-        """JSON schemas, the same for every episode."""
+    def tools(self) -> Sequence[Mapping[str, object]]: ...  # JSON schemas, of every episode
 
     @property
-    def resumable(self) -> bool:
-        """Whether episodes can be saved between turns."""
+    def resumable(self) -> bool: ...  # whether episodes can be saved between turns
 
-    def open(self) -> environment_pool.OpenEpisode:
-        """A place for one episode."""
+    @property
+    def timeout_s(self) -> float: ...  # deadline of a call, in seconds
 
-    def close(self) -> None:
-        """End what runs them."""
+    def open(self) -> environment_pool.OpenEpisode: ...
+
+    def close(self) -> None: ...
 
 
 log = logging.getLogger(__name__)
 
 _GATHER_S = 0.005  # that an idle stream waits for another answer to come with the one it has
-RESTARTS = 2  # of an episode whose process ended for another's sake
+_LONGEST_GATHER_S = 0.1  # that it waits for more while they keep coming
 _LATE_S = 30.0  # after its deadline, that an environment's answer or failure comes
 
 Row = Mapping[str, Any]  # of the data set
+
+
+@cache  # once a process
+def _warn_of_long_prompts(length: int) -> None:
+    log.warning(
+        "an episode's prompt leaves less than data.max_response_length=%d tokens for its response; "
+        "set data.max_prompt_length to the longest prompt that the environment makes", length
+    )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -102,17 +128,15 @@ class ActiveEpisode:
     row: Row
     environment: environment_pool.OpenEpisode
     resumed: SavedTurn | None = None  # until its environment has the state that was saved
-    submitted: float = 0.0  # when its turn was, of time.monotonic
-    restarts: int = 0
+    restarts: int = 2  # left to it, where its process ends for another's sake
 
 
 Answer = tuple[ActiveEpisode, Any]  # a call's future, or what else an episode waits for
+SampledTurn = tuple[ActiveEpisode, TurnRequest, StreamedCompletion]
 
 
 class EpisodePlayer:
     """Plays episodes on a stream of one completion a request (`params.n` 1)."""
-
-    _warned = False  # by this process, of prompts that are too long
 
     def __init__(
         self,
@@ -120,18 +144,16 @@ class EpisodePlayer:
         environments: Environments,
         *,
         concurrency: int,
-        call_seconds: float,
         failure_reward: float | None = None,
     ) -> None:
-        """At most `concurrency` episodes at a time. `call_seconds` is the deadline that the
-        environments keep; `failure_reward`: see `Episode.fail`."""
+        """Play `concurrency` episodes at a time; `failure_reward` is that of `Episode.fail`."""
         self._stream, self._environments = stream, environments
         self._concurrency, self._failure_reward = concurrency, failure_reward
-        self._call_seconds = call_seconds
         self._waiting: deque[tuple[Episode, Row, SavedTurn | None]] = deque()
         self._answers: SimpleQueue[Answer] = SimpleQueue()
         self._open: dict[int, ActiveEpisode] = {}  # by id of the episode: those that play
-        self._sampling: dict[Hashable, ActiveEpisode] = {}  # by key of the turn
+        # By key of the turn, the oldest first.
+        self._sampling: dict[Hashable, tuple[ActiveEpisode, TurnRequest]] = {}
         self._ended: list[Episode] = []
         self._heard = 0.0  # when an environment was asked, or answered, last
 
@@ -190,7 +212,7 @@ class EpisodePlayer:
         if not self._environments.resumable:
             return {}
         state_calls = [
-            (playing, playing.environment.get_state()) for playing in self._sampling.values()
+            (playing, playing.environment.get_state()) for playing, _ in self._sampling.values()
         ]
         wait([call for _, call in state_calls], max(0.0, until - time.monotonic()))
         partials = {partial.key: partial for partial in self._stream.partials()}
@@ -214,30 +236,36 @@ class EpisodePlayer:
         self._sampling.clear()
 
     def _begin(self, episode: Episode, row: Row, resumed: SavedTurn | None) -> None:
-        now = time.monotonic()
-        episode.started, episode.tools = now, self._environments.tools
+        episode.started, episode.tools = time.monotonic(), self._environments.tools
         playing = ActiveEpisode(episode, row, self._environments.open(), resumed)
         self._open[id(episode)] = playing
-        if resumed is None:
-            self._ask(playing, playing.environment.reset(row))
+        self._start(playing)
+
+    def _start(self, playing: ActiveEpisode) -> None:
+        if (resumed := playing.resumed) is None:
+            self._ask(playing, playing.environment.reset(playing.row))
         else:
-            episode.started -= resumed.seconds
+            playing.episode.started -= resumed.seconds
             self._ask(playing, playing.environment.set_state(resumed.environment))
 
     def _decode(self) -> None:
-        """Cut turns that are late, and decode a token of each; ended ones go to environments."""
+        """Cut turns that are late, and decode a token of each."""
         now = time.monotonic()
-        for key, playing in self._sampling.items():  # the oldest first
+        for key, (playing, turn) in self._sampling.items():
             limit = playing.episode.limits.turn_seconds
-            if limit is None or now - playing.submitted <= limit:
+            if limit is None or now - turn.submitted <= limit:
                 break
-            if not playing.episode.cut:
-                playing.episode.cut = True
+            if not turn.late:
+                turn.late = True
                 self._stream.cut(key)
-        for done in self._stream.step():
-            playing = self._sampling.pop(done.key)
+        self._take_turns([(*self._sampling.pop(ended.key), ended) for ended in self._stream.step()])
+
+    def _take_turns(self, ended: list[SampledTurn]) -> None:
+        """Send turns to their environments."""
+        for playing, turn, sampled in ended:
             with self._faults_of(playing):
-                action = playing.episode.add_turn(done.completion)
+                playing.episode.cut = turn.late
+                action = playing.episode.add_turn(sampled.completion)
                 self._ask(playing, playing.environment.step(action))
 
     def _ask(self, playing: ActiveEpisode, call: Future[Any]) -> None:
@@ -258,23 +286,26 @@ class EpisodePlayer:
                 self._take_answer(playing, answer)
 
     def _arriving(self, wait_s: float | None, idle: bool) -> Iterator[Answer]:
-        silence = self._call_seconds + _LATE_S
-        seconds = 0.0
+        limit, seconds = self._environments.timeout_s, 0.0
+        silence = limit + _LATE_S
         if idle and len(self._sampling) < len(self._open):
             seconds = silence if wait_s is None else wait_s
-        answered = False
+        first = 0.0  # when the first answer came
         while True:
             try:
                 yield self._answers.get(block=seconds > 0.0, timeout=seconds or None)
             except Empty:
                 break
-            self._heard, answered = time.monotonic(), True
+            self._heard = time.monotonic()
+            first = first or self._heard
+            if self._heard - first > _LONGEST_GATHER_S:
+                break
             seconds = 0.0 if self._sampling else _GATHER_S
         stuck = self._open and not self._sampling and time.monotonic() - self._heard >= silence
-        if not answered and stuck:
+        if not first and stuck:
             raise RolloutError(
                 f"{len(self._open)} episodes wait for their environments, and none has answered "
-                f"within {self._call_seconds:g} s: one of them blocks its thread; await what takes "
+                f"within {limit:g} s: one of them blocks its thread; await what takes "
                 "long in it, or run environments in processes (rollout.agent.num_workers)"
             )
 
@@ -286,56 +317,43 @@ class EpisodePlayer:
                 if answer.exception() is not None:
                     log.warning("an episode restarts: %s", answer.exception())
                     episode.restart()
-                    self._ask(playing, playing.environment.reset(playing.row))
+                    self._start(playing)
                     return
             elif self._restarted(playing, answer.exception()):
                 return
             elif episode.transcript is None:
                 episode.begin(playing.row["prompt"], answer.result())
-                self._warn_of_length(episode)
+                assert episode.transcript is not None
+                response, longest = episode.limits.max_response_length, episode.limits.max_model_len
+                if len(episode.transcript.ids) + response > longest:
+                    _warn_of_long_prompts(response)
             else:
                 episode.observe(answer.result())
-            self._submit(playing, resumed.tokens if resumed is not None else None)
+            saved = resumed.tokens if resumed is not None else None
+            if (turn := episode.next_turn(time.monotonic(), saved)) is not None:
+                self._submit(playing, turn)
 
     def _restarted(self, playing: ActiveEpisode, error: BaseException | None) -> bool:
         """Restart an episode that was lost through no fault of its environment."""
         lost = isinstance(error, EnvironmentFailure) and error.cause == "lost"
-        if not lost or playing.restarts >= RESTARTS:
+        if not lost or not playing.restarts:
             return False
         if playing.episode.latest_turn is not None:
             self._stream.forget(playing.episode.latest_turn)
-        playing.restarts += 1
+        playing.restarts -= 1
         playing.episode.restart()
-        self._ask(playing, playing.environment.reset(playing.row))
+        self._start(playing)
         return True
 
-    @classmethod
-    def _warn_of_length(cls, episode: Episode) -> None:
-        """Warn, once, of a prompt that leaves less than the whole response."""
-        limits = episode.limits
-        assert episode.transcript is not None
-        prompt, limit = len(episode.transcript.ids), limits.max_model_len
-        if prompt + limits.max_response_length > limit and not cls._warned:
-            cls._warned = True
-            log.warning(
-                "an episode begins with %d tokens, which leaves %d of %d for its response; set "
-                "data.max_prompt_length to the longest prompt that the environment makes",
-                *(prompt, max(0, limit - prompt), limits.max_response_length),
-            )
-
-    def _submit(self, playing: ActiveEpisode, tokens: PartialCompletion | None) -> None:
-        """Have the next turn sampled, if the episode may have one."""
-        turn = playing.episode.next_turn(time.monotonic())
-        if turn is None:
-            return
-        partial = None
-        if tokens is not None and len(tokens.token_ids) < turn.max_new_tokens:
-            partial = PartialRequest(turn.key, turn.prompt_ids, [tokens])
+    def _submit(self, playing: ActiveEpisode, turn: TurnRequest) -> None:
+        resume = None
+        if turn.partial is not None:
+            resume = PartialRequest(turn.key, turn.prompt_ids, [turn.partial])
         self._stream.submit(
-            turn.key, turn.prompt_ids, partial, max_new_tokens=turn.max_new_tokens, after=turn.after
+            turn.key, turn.prompt_ids, resume, max_new_tokens=turn.max_new_tokens, after=turn.after
         )
-        self._sampling[turn.key] = playing
-        playing.submitted = time.monotonic()
+        turn.submitted = time.monotonic()
+        self._sampling[turn.key] = playing, turn
 
     @contextmanager
     def _faults_of(self, playing: ActiveEpisode) -> Iterator[None]:

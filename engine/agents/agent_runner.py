@@ -15,7 +15,6 @@ neither torch nor pydantic.
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import math
@@ -25,16 +24,20 @@ import resource
 import shlex
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engine.agents.environment_protocol import Action, EnvironmentFailure, Observation
+from engine.agents.environment_protocol import (
+    Action,
+    EnvironmentFailure,
+    Observation,
+    listed_or_text,
+)
 from engine.errors import ConfigError, EngineError, EpisodeError
-from engine.registry import Options, Registry
+from engine.registry import Options, Registry, load_function
 from engine.rewards.reward_function import float32_or_nan
 
 SETTING = "rollout.agent.play"
@@ -91,11 +94,8 @@ def _words(command: str) -> list[str]:
 def _function(name: str, options: Mapping[str, object]) -> Callable[..., Any]:
     """The agent at `path/to/file.py:play` or `package.module:play`, with its options."""
     path, _, attribute = name.partition(":")
-    function: Any = None
     if path.endswith(".py"):
-        function = getattr(_module_of_file(path), attribute, None)
-        if function is None:
-            raise ConfigError(f"{SETTING}.name={name!r}: the file has no {attribute!r}")
+        function: Any = load_function(path, attribute, f"{SETTING}.name={name!r}")
     else:
         function = _registry.load(name)
     if not inspect.iscoroutinefunction(function):
@@ -113,37 +113,6 @@ def _function(name: str, options: Mapping[str, object]) -> Callable[..., Any]:
     return lambda row, client: function(row, client, **given)
 
 
-def _module_of_file(path: str) -> object:
-    """A user's file as a module, whose folder it can import from."""
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise ConfigError(f"{SETTING}.name={path!r}: there is no such file")
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    name = file.stem
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):
-        found = None
-    if found is None or found.origin != str(file):  # another module has the name
-        name = f"_agent_{name}"
-    if (known := sys.modules.get(name)) is not None:
-        return known
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may fail in any way
-        del sys.modules[name]
-        raise ConfigError(
-            f"{SETTING}.name={path!r} can't be imported ({type(error).__name__}: {error})"
-        ) from error
-    return module
-
-
 class AgentProgram:
     """An environment whose `reset` plays a whole episode with the agent of this name."""
 
@@ -152,26 +121,33 @@ class AgentProgram:
         self._name = name
         self._function: Callable[..., Any] | None = None
         if is_function(name):
-            self._openai = _openai()  # which takes a while to import
+            try:
+                import openai  # which takes a while
+            except ImportError as error:
+                raise ConfigError(
+                    f"{SETTING}: a function is given a client of the package openai; install "
+                    "hybridflyte[agents]"
+                ) from error
+            self._openai = openai
             self._function = _function(name, options or {})
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
-        given = dict(row)
-        url, key = given.pop(ENDPOINT)
+        row = dict(row)
+        url, key = row.pop(ENDPOINT)
         play = self._run if self._function is None else self._call
-        who = f"agent {self._name!r}"
+        agent = f"agent {self._name!r}"
         try:
-            return _observation(await play(given, url, key))
+            return _observation(await play(row, url, key))
         except EngineError as error:
-            raise EnvironmentFailure("raised", f"{who} {error}") from error
+            raise EnvironmentFailure("raised", f"{agent} {error}") from error
         except Exception as error:
-            raise EnvironmentFailure.of(who, error) from error
+            raise EnvironmentFailure.of(agent, error) from error
 
     async def step(self, action: Action) -> Observation:
         raise EpisodeError("an agent plays its whole episode at once")
 
     async def close(self) -> None:
-        """Nothing is held between episodes."""
+        """Do nothing: nothing is held between episodes."""
 
     async def _call(self, row: dict[str, Any], url: str, key: str) -> object:
         assert self._function is not None
@@ -185,14 +161,16 @@ class AgentProgram:
 
     async def _run(self, row: dict[str, Any], url: str, key: str) -> object:
         with tempfile.TemporaryDirectory(prefix="episode-") as folder:
-            given, left, log = (Path(folder, name) for name in ("row.json", "reward.json", "log"))
-            given.write_text(json.dumps(row, default=_plain))
-            loopback = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "NO_PROXY": "127.0.0.1"}
-            files = {ROW_FILE: str(given), REWARD_FILE: str(left)}
-            with log.open("wb") as output:
+            files = [Path(folder, name) for name in ("row.json", "reward.json", "output")]
+            row_file, reward_file, output_file = files
+            row_file.write_text(json.dumps(row, default=listed_or_text))
+            variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
+            variables |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
+            variables |= {ROW_FILE: str(row_file), REWARD_FILE: str(reward_file)}
+            with output_file.open("wb") as output:
                 program = await asyncio.create_subprocess_exec(
                     *_words(self._name),
-                    env=os.environ | loopback | {"no_proxy": "127.0.0.1"} | files,
+                    env=os.environ | variables,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -202,60 +180,47 @@ class AgentProgram:
                 await program.wait()
             finally:
                 await _end(program)
-            words = log.read_bytes()[-_OUTPUT:].decode(errors="replace").strip()
+            with output_file.open("rb") as written:
+                written.seek(max(0, output_file.stat().st_size - _OUTPUT))
+                text = written.read().decode(errors="replace").strip()
             if program.returncode:
-                raise EpisodeError(f"ended with exit status {program.returncode}: {words}")
+                raise EpisodeError(f"ended with exit status {program.returncode}: {text}")
             try:
-                return json.loads(left.read_text())
+                return json.loads(reward_file.read_text())
             except (OSError, ValueError) as error:
                 raise EpisodeError(
                     f"left no reward in the file {REWARD_FILE} names ({error}): write a number, "
-                    f'or an object such as {{"reward": 1.0}}. {words}'
+                    f'or an object such as {{"reward": 1.0}}. {text}'
                 ) from None
-
-
-def _openai() -> Any:
-    """The package of the client that functions are given."""
-    try:
-        import openai
-    except ImportError as error:
-        raise ConfigError(
-            f"{SETTING}: a function is given a client of the package openai; install "
-            "hybridflyte[agents]"
-        ) from error
-    return openai
 
 
 def raise_file_limit() -> None:
     """Let the process have a connection for each of a thousand episodes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wished = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
-    if soft < wished:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wished, hard))
+    limit = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 async def _end(program: asyncio.subprocess.Process) -> None:
     """End a program, and what it started in its session."""
-    if program.returncode is None:
-        with suppress(ProcessLookupError):
-            os.killpg(program.pid, signal.SIGTERM)
-        with suppress(TimeoutError):
-            await asyncio.wait_for(program.wait(), _END_S)
-    with suppress(ProcessLookupError):  # what it left behind
-        os.killpg(program.pid, signal.SIGKILL)
+    try:
+        if program.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGTERM)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(program.wait(), _END_S)
+    finally:  # also where the rollout ends meanwhile
+        with suppress(ProcessLookupError):  # what it left behind
+            os.killpg(program.pid, signal.SIGKILL)
 
 
 def _observation(result: object) -> Observation:
-    """The end of an episode by an agent's result."""
-    about = dict(result) if isinstance(result, Mapping) else {"reward": result}
-    reward = about.pop("reward", None)
+    """The last observation of an episode, by what its agent returned."""
+    info = dict(result) if isinstance(result, Mapping) else {"reward": result}
+    reward = info.pop("reward", None)
     if math.isnan(value := float32_or_nan(reward)):
         raise EpisodeError(
             f'returned {result!r:.100}; return a finite number, or a mapping with one as "reward"'
         )
-    return Observation(reward=value, done=True, info=about)
-
-
-def _plain(value: object) -> object:
-    plain = getattr(value, "tolist", None)
-    return plain() if plain is not None else str(value)
+    return Observation(reward=value, done=True, info=info)

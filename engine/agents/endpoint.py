@@ -1,7 +1,7 @@
 """The endpoint that agents talk to during rollout: OpenAI's API, answered by the policy.
 
 Each episode has a key, which the client sends as its API key, and an `EpisodeSession`, which
-records what passes. A request becomes `PolicyRequest`s in the session's queue; `agent_loop` has
+records what passes. A request becomes `PolicyRequest`s in the session's queue; `agent_player` has
 them sampled. Sessions live in the event loop of the endpoint's thread, and only there.
 """
 
@@ -12,11 +12,12 @@ import json
 import logging
 import secrets
 import time
-import uuid
 from bisect import bisect_left
-from collections.abc import Callable, Coroutine, Hashable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import Field
@@ -29,7 +30,7 @@ from starlette.routing import Route
 from engine.agents.agent_runner import raise_file_limit
 from engine.agents.call_parsers import bare_thought, split_thought
 from engine.agents.environment_protocol import Action, EnvironmentFailure, Observation
-from engine.agents.episode import End, Episode
+from engine.agents.episode import End, Episode, TurnRequest
 from engine.agents.recorder import (
     EpisodeRecorder,
     LimitReached,
@@ -37,21 +38,22 @@ from engine.agents.recorder import (
     Replays,
     digest_of_ids,
 )
-from engine.errors import EngineError
+from engine.errors import EngineError, RolloutError
 from engine.openai_api import http_server, schema
-from engine.openai_api.schema import RequestError
-from engine.rollout.stream import PartialCompletion, PartialRequest
+from engine.openai_api.schema import Answer, Reply, RequestError
+from engine.rollout.stream import PartialCompletion
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MODEL = "policy"  # its name in the API; requests may say any
-_HUNG_UP = 499  # the status that nobody reads
 # Clients are the run's own, and many; their turns take as long as they take.
 _HTTP = http_server.HttpLimits(
-    max_body_mib=64, header_timeout=60, keep_alive=3600, max_connections=16_384
+    max_body_mib=16, header_timeout=60, keep_alive=3600, max_connections=16_384
 )
 _LIMITS = schema.RequestLimits(max_prompts=1)
+_CONCURRENT_REQUESTS = 64  # of one episode; more wait, so that none takes the others' places
+_LOOP_S = 120.0  # for the endpoint's loop, which tokenises prompts, to come to a call
 
 # Fields that change an answer, and the values that ask for nothing.
 _NOT_OFFERED: dict[str, tuple[object, ...]] = schema.UNCOMMON | {
@@ -59,7 +61,6 @@ _NOT_OFFERED: dict[str, tuple[object, ...]] = schema.UNCOMMON | {
     "functions": ([],), "modalities": (["text"],), "prediction": (), "top_logprobs": (0,),
     "tool_choice": ("none", "auto"), "web_search_options": (),
 }  # fmt: skip
-_OF_THE_RUN = ("temperature", "top_p", "top_k")
 
 
 class ChatRequest(schema.ChatRequest):
@@ -77,49 +78,36 @@ class CompletionRequest(schema.CompletionRequest):
     logprobs: int | None = Field(None, ge=0, le=0)
 
 
-_said: set[str] = set()  # by this process
+AgentRequest = ChatRequest | CompletionRequest
+_KINDS: dict[str, type[ChatRequest] | type[CompletionRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/completions": CompletionRequest,
+}
 
 
-def _say_whose_sampling(request: ChatRequest | CompletionRequest) -> None:
-    for name in _OF_THE_RUN:
-        value = getattr(request, name, None) or (request.model_extra or {}).get(name)
-        if value is not None and name not in _said:
-            _said.add(name)
-            log.info(
-                "an agent asks for %s=%s; turns are sampled as rollout.%s says, since what they "
-                "are learned from is the distribution that they were drawn from", name, value, name
-            )  # fmt: skip
+@cache  # once a process
+def _log_ignored_field(name: str) -> None:
+    log.info(
+        "an agent asks for a %s; turns are sampled as rollout.%s says, since what they are learned "
+        "from is the distribution that they were drawn from", name, name
+    )  # fmt: skip
 
 
-@dataclass(slots=True, eq=False)
-class PolicyRequest:
-    """A turn to sample, on its way through the threads."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class PolicyRequest(TurnRequest):
+    """A turn for an agent; its key is (group, episode, prompt, seed or number, choice)."""
 
     session: EpisodeSession
-    key: tuple[object, ...]  # of the stream: (group, episode, prompt, seed or number, choice)
-    prompt_ids: list[int]
-    max_new_tokens: int
-    after: Hashable | None  # the turn whose ids the prompt begins with
-    stops: tuple[str, ...]  # texts that end it
     done: asyncio.Future[PartialCompletion]  # of the endpoint's loop
-    begun: PartialCompletion | None = None  # that it goes on from
-    gone: bool = False  # nobody waits for it any more
-    late: bool = False  # it takes too long, and is cut
-    submitted: float = 0.0  # of time.monotonic
-
-    def partial(self) -> PartialRequest | None:
-        """What its stream goes on from."""
-        if self.begun is None:
-            return None
-        return PartialRequest(self.key, self.prompt_ids, [self.begun])
+    abandoned: bool = False  # nobody waits for it any more
 
 
 @dataclass(slots=True, eq=False)
 class EpisodeSession:
-    """One episode of an agent: what it asked, what it was answered, and how that ended."""
+    """One episode of an agent: its requests, their answers, and how it ended."""
 
     episode: Episode
-    put: Callable[[PolicyRequest], None]  # its requests, and again those that are gone
+    put: Callable[[PolicyRequest], None]  # its requests, and again those that are abandoned
     replays: Replays = field(default_factory=Replays)
     recorder: EpisodeRecorder = field(init=False)
     limit: End | None = None  # the first one that a request was refused for
@@ -127,54 +115,31 @@ class EpisodeSession:
     refused: int = 0
     abandoned: int = 0
     policy_seconds: float = 0.0  # that it waited for turns
-    _since: float = 0.0  # of time.monotonic, when it began to wait
+    places: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(_CONCURRENT_REQUESTS)
+    )
+    _waiting_since: float = 0.0  # of time.monotonic
     _open: set[PolicyRequest] = field(default_factory=set)
-    _asked: dict[Hashable, int] = field(default_factory=dict)  # how often, by prompt
+    _repeats: Counter[bytes] = field(default_factory=Counter)  # of each prompt, by its digest
 
     def __post_init__(self) -> None:
         self.recorder = EpisodeRecorder(self.episode.tokenizer, self.episode.limits)
 
-    async def chat(self, request: ChatRequest) -> dict[str, Any]:
-        """Answer a conversation, with OpenAI's response."""
-        if request.continue_final_message:
-            raise RequestError("continue_final_message=True is not offered; leave it out")
-        choice = (request.model_extra or {}).get("tool_choice")
-        tools = request.tools if request.tools and choice != "none" else ()
-        prompt = self.recorder.chat(request.messages, tools)
-        parts = await self._sample(prompt, request, request.longest)
-        choices = []
-        for index, (key, part) in enumerate(parts):
-            part, text = _until_stop(self._text, part, request.stops)
-            action = self._action(prompt, part, text, prompt.tools)
-            if request.parallel_tool_calls is False and len(action.tool_calls) > 1:
-                action = Action(
-                    action.text, action.token_ids, action.tool_calls[:1], content=action.content
-                )
-            message = _message(action, len(self.recorder.turns))
-            self.recorder.add(prompt, part, action, message, key)
-            log_probs = {"content": self._log_probs(part)} if request.logprobs else None
-            end = self._end_of(part, text)
-            reason = "tool_calls" if "tool_calls" in message and end == "stop" else end
-            choices.append(_choice(index, reason, log_probs, message=message))
-        return self._response("chat.completion", choices, prompt, parts)
-
-    async def completion(self, request: CompletionRequest) -> dict[str, Any]:
-        """Continue a text or token ids, with OpenAI's response."""
-        if len(request.prompts) != 1:
+    async def answer(self, request: AgentRequest) -> tuple[Reply, list[Answer]]:
+        """Continue a conversation, a text or token ids, and record the turns."""
+        if isinstance(request, ChatRequest):
+            if request.continue_final_message:
+                raise RequestError("continue_final_message=True is not offered; leave it out")
+            choice = (request.model_extra or {}).get("tool_choice")
+            tools = request.tools if request.tools and choice != "none" else ()
+            prompt = self.recorder.chat(request.messages, tools)
+        elif len(request.prompts) != 1:
             raise RequestError("prompt: give a text or token ids")
-        prompt = self.recorder.completion(request.prompts[0])
-        parts = await self._sample(prompt, request, request.longest)
-        choices = []
-        for index, (key, part) in enumerate(parts):
-            part, text = _until_stop(self._text, part, request.stops)
-            self.recorder.add(prompt, part, self._action(prompt, part, text), key=key)
-            log_probs = None
-            if request.logprobs is not None:
-                entries = self._log_probs(part)
-                names = (("tokens", "token"), ("token_logprobs", "logprob"))
-                log_probs = {name: [e[key] for e in entries] for name, key in names}
-            choices.append(_choice(index, self._end_of(part, text), log_probs, text=text))
-        return self._response("text_completion", choices, prompt, parts)
+        else:
+            prompt = self.recorder.completion(request.prompts[0])
+        turns = await self._sample(prompt, request)
+        answers = [self._record(prompt, request, key, sampled) for key, sampled in turns]
+        return Reply(request, MODEL, len(prompt.ids)), answers
 
     def close(self) -> None:
         """Take no more requests, and write what was recorded to the episode."""
@@ -206,13 +171,15 @@ class EpisodeSession:
             episode.end, episode.truncated = self.limit or "seconds", True
             episode.dropped = episode.limits.drop
         else:
-            said = "the agent ended without a turn of the policy" if error is None else str(error)
-            episode.fail(said, failure_reward)
+            reason = "the agent ended without a turn of the policy" if error is None else str(error)
+            episode.fail(reason, failure_reward)
 
     async def _sample(
-        self, prompt: RecordedPrompt, request: Any, longest: int | None
+        self, prompt: RecordedPrompt, request: AgentRequest
     ) -> list[tuple[Hashable, PartialCompletion]]:
         """Have the choices of a request sampled; their keys and tokens."""
+        if self.closed:  # while its body came
+            raise _ended()
         count = request.n or 1
         try:
             if self.episode.cut:  # its latest turn was
@@ -223,39 +190,40 @@ class EpisodeSession:
         except LimitReached as reached:
             self.limit = self.limit or reached.end
             raise
-        seed = None if request.seed is None else f"seed {request.seed}"
-        digest, limit = digest_of_ids(prompt.ids), min(room, longest or room)
-        number = self._asked.get(digest, 0)
-        self._asked[digest] = number + 1
+        limit, digest = min(room, request.longest or room), digest_of_ids(prompt.ids)
+        draw = self._repeats[digest] if request.seed is None else f"seed {request.seed}"
+        self._repeats[digest] += 1
         if not self._open:
-            self._since = time.monotonic()
-        asked = [
-            self._ask(prompt, (digest.hex(), seed or number, choice), limit, tuple(request.stops))
+            self._waiting_since = time.monotonic()
+        turns = [
+            self._submit(prompt, (digest.hex(), draw, choice), limit, tuple(request.stops))
             for choice in range(count)
         ]
         try:
-            parts = await asyncio.gather(*(one.done for one in asked))
-            self.episode.cut = any(one.late for one in asked)
+            parts = await asyncio.gather(*(turn.done for turn in turns))
+            if self.closed:  # what was recorded is the episode's
+                raise _ended()
+            self.episode.cut = any(turn.late for turn in turns)
         except asyncio.CancelledError:
-            for one in asked:
-                one.gone = True
-                self.put(one)
+            for turn in turns:
+                turn.abandoned = True
+                self.put(turn)
             if self.closed:
                 raise _ended() from None
             self.abandoned += 1
             raise
         finally:
-            self._open -= set(asked)
+            self._open -= set(turns)
             if not self._open:
-                self.policy_seconds += time.monotonic() - self._since
-        return [(one.key, part) for one, part in zip(asked, parts, strict=True)]
+                self.policy_seconds += time.monotonic() - self._waiting_since
+        return [(turn.key, part) for turn, part in zip(turns, parts, strict=True)]
 
-    def _ask(
+    def _submit(
         self, prompt: RecordedPrompt, key: tuple[object, ...], limit: int, stops: tuple[str, ...]
     ) -> PolicyRequest:
-        """A request, which the player has from now on unless its turn was recorded before."""
+        """A turn, which the player has from now on unless it was recorded before."""
         episode, parent = self.episode, prompt.parent
-        made = PolicyRequest(
+        turn = PolicyRequest(
             session=self,
             key=(episode.key, episode.index, *key),
             prompt_ids=prompt.ids,
@@ -264,84 +232,67 @@ class EpisodeSession:
             stops=stops,
             done=asyncio.get_running_loop().create_future(),
         )
-        self._open.add(made)
-        begun, is_whole = self.replays.take(prompt.ids)
-        if begun is not None and (is_whole or len(begun.token_ids) >= limit):
-            made.done.set_result(begun)
+        self._open.add(turn)
+        saved, is_whole = self.replays.take(prompt.ids)
+        if saved is not None and (is_whole or len(saved.token_ids) >= limit):
+            turn.done.set_result(saved)
         else:
-            made.begun = begun
-            self.put(made)
-        return made
+            turn.partial = saved
+            self.put(turn)
+        return turn
 
-    def _text(self, ids: Sequence[int]) -> str:
-        return self.episode.tokenizer.text(ids)
-
-    def _action(
+    def _record(
         self,
         prompt: RecordedPrompt,
-        part: PartialCompletion,
-        said: str,
-        tools: Sequence[Mapping[str, object]] = (),
-    ) -> Action:
-        """The action of a turn, of whose text `said` counts."""
-        unsaid = len(self._text(part.token_ids)) - len(said)
+        request: AgentRequest,
+        key: Hashable,
+        sampled: PartialCompletion,
+    ) -> Answer:
+        """Record a turn; return what the client is given of it."""
         tokenizer = self.episode.tokenizer
-        return tokenizer.action(prompt.ids, part.token_ids, unsaid=unsaid, tools=tools)
-
-    def _end_of(self, part: PartialCompletion, text: str) -> str:
-        has_end = part.token_ids[-1] in self.episode.tokenizer.stop_ids
-        self.episode.truncated = cut = not has_end and text == self._text(part.token_ids)
+        part, text = until_stop(tokenizer.text, sampled, request.stops)
+        unread = len(tokenizer.text(part.token_ids)) - len(text)
+        action = tokenizer.action(prompt.ids, part.token_ids, unread=unread, tools=prompt.tools)
+        message = None
+        if isinstance(request, ChatRequest):
+            if request.parallel_tool_calls is False:
+                action = replace(action, tool_calls=action.tool_calls[:1])
+            message = assistant_message(action, len(self.recorder.turns))
+        self.recorder.add(prompt, part, action, message, key)
+        cut = not unread and part.token_ids[-1] not in tokenizer.stop_ids
+        self.episode.truncated = cut
         self.episode.cut &= cut
-        return "length" if cut else "stop"
+        reason = "length" if cut else "tool_calls" if "tool_calls" in (message or ()) else "stop"
+        log_probs = self._log_probs(request, part)
+        return Answer(text, len(part.token_ids), reason, message, log_probs)
 
-    def _log_probs(self, part: PartialCompletion) -> list[dict[str, Any]]:
-        entries = []
-        for token, log_prob in zip(part.token_ids, part.log_probs, strict=True):
-            text = self.episode.tokenizer.spelling([token])
-            entry = {"token": text, "logprob": log_prob, "bytes": list(text.encode())}
-            entries.append({**entry, "top_logprobs": []})
-        return entries
-
-    def _response(
-        self,
-        kind: str,
-        choices: list[dict[str, Any]],
-        prompt: RecordedPrompt,
-        parts: Sequence[tuple[Hashable, PartialCompletion]],
-    ) -> dict[str, Any]:
-        asked, sampled = len(prompt.ids), sum(len(part.token_ids) for _, part in parts)
-        return {
-            "id": f"{'chatcmpl' if kind.startswith('chat') else 'cmpl'}-{uuid.uuid4().hex}",
-            "object": kind,
-            "created": int(time.time()),
-            "model": MODEL,
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": asked,
-                "completion_tokens": sampled,
-                "total_tokens": asked + sampled,
-            },
-        }
+    def _log_probs(
+        self, request: AgentRequest, part: PartialCompletion
+    ) -> dict[str, object] | None:
+        """The `logprobs` of a choice, where the request asks for them."""
+        texts = [self.episode.tokenizer.spelling([token]) for token in part.token_ids]
+        if isinstance(request, CompletionRequest):
+            columns: dict[str, object] = {"tokens": texts, "token_logprobs": part.log_probs}
+            return columns if request.logprobs is not None else None
+        entries = [
+            {"token": text, "logprob": p, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, p in zip(texts, part.log_probs, strict=True)
+        ]
+        return {"content": entries} if request.logprobs else None
 
 
-def _choice(index: int, reason: str, log_probs: object, **said: object) -> dict[str, Any]:
-    return {"index": index, **said, "finish_reason": reason, "logprobs": log_probs}
-
-
-def _message(action: Action, turn: int) -> dict[str, Any]:
+def assistant_message(action: Action, turn: int) -> dict[str, Any]:
     """What a client is given of a turn: thoughts apart, then text, then calls of tools."""
-    said = action.text if action.content is None else action.content
+    content = action.text if action.content is None else action.content
     if action.malformed and not action.tool_calls:
-        said = action.text  # as the policy wrote it: the client sees what can't be read
-    thought, rest = split_thought(said)
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": rest.lstrip("\n") if thought else said,
-    }
+        content = action.text  # as the policy wrote it: the client sees what can't be read
+    thought, rest = split_thought(content)
+    content = rest.lstrip("\n") if thought else content
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     if thought := bare_thought(thought):
         message["reasoning_content"] = thought
     if action.tool_calls:
-        message["content"] = message["content"] or None
+        message["content"] = content or None
         message["tool_calls"] = [
             {
                 "id": f"c{turn:05d}{i:03d}",  # nine characters, as Mistral's template wants
@@ -356,7 +307,7 @@ def _message(action: Action, turn: int) -> dict[str, Any]:
     return message
 
 
-def _until_stop(
+def until_stop(
     text_of: Callable[[Sequence[int]], str], part: PartialCompletion, stops: Sequence[str]
 ) -> tuple[PartialCompletion, str]:
     """A turn up to the token that completes the first of `stops`, and its text before that."""
@@ -372,27 +323,6 @@ def _until_stop(
     return PartialCompletion(0, ids, log_probs, part.token_versions[:count]), text[:start]
 
 
-def _events(answer: Mapping[str, Any], with_usage: bool) -> Iterator[dict[str, Any]]:
-    """An answer as the events of a stream, each choice in one piece."""
-    chat = answer["object"] == "chat.completion"
-    head = {name: answer[name] for name in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk" if chat else "text_completion"
-    for choice in answer["choices"]:
-        place = {"index": choice["index"]}
-        if chat:
-            delta = dict(choice["message"])
-            if calls := delta.get("tool_calls"):
-                delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
-            pieces: list[dict[str, Any]] = [{"delta": delta}, {"delta": {}}]
-        else:
-            pieces = [{"text": choice["text"]}, {"text": ""}]
-        first = {**place, **pieces[0], "finish_reason": None, "logprobs": choice["logprobs"]}
-        last = {**place, **pieces[1], "finish_reason": choice["finish_reason"], "logprobs": None}
-        yield from (head | {"choices": [one]} for one in (first, last))
-    if with_usage:
-        yield head | {"choices": [], "usage": answer["usage"]}
-
-
 def _ended() -> RequestError:
     return RequestError("the episode of this API key has ended", 410)
 
@@ -406,11 +336,8 @@ class RecordingEndpoint:
         self._prefix = f"episode-{secrets.token_hex(6)}-"  # of the keys that were ever given
         self._loop: asyncio.AbstractEventLoop | None = None  # since the first request
         raise_file_limit()
-        routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._completion, methods=["POST"]),
-            Route("/v1/models", self._models),
-        ]
+        routes = [Route(path, self._complete, methods=["POST"]) for path in _KINDS]
+        routes.append(Route("/v1/models", self._models))
         refused = dict.fromkeys((EngineError, HTTPException, ClientDisconnect, Exception), _refuse)
         app = Starlette(routes=routes, exception_handlers=refused)
         listener = http_server.listen("127.0.0.1", 0)
@@ -430,7 +357,10 @@ class RecordingEndpoint:
             self.call(session.close)
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function where the sessions live; here, as long as nobody has asked anything."""
+        """Call a function where the sessions live; here, as long as nobody has asked anything.
+
+        Raises RolloutError where the endpoint's thread doesn't come to it.
+        """
         if self._loop is None:
             return function()
 
@@ -438,15 +368,22 @@ class RecordingEndpoint:
             return function()
 
         future: Future[T] = asyncio.run_coroutine_threadsafe(called(), self._loop)
-        return future.result()
+        try:
+            return future.result(_LOOP_S)
+        except TimeoutError:
+            raise RolloutError(
+                f"the agents' endpoint has not come to a call within {_LOOP_S:g} s: its thread "
+                "ended, or is held up by a chat template or a parser of calls"
+            ) from None
 
     def resolve(
-        self, answers: Sequence[tuple[PolicyRequest, PartialCompletion | EngineError]]
+        self, answers: Sequence[tuple[TurnRequest, PartialCompletion | EngineError]]
     ) -> None:
         """Give requests the turns that were sampled for them, or why there is none."""
 
         def resolved() -> None:
             for request, part in answers:
+                assert isinstance(request, PolicyRequest)
                 if request.done.done():  # nobody waits for it
                     continue
                 if isinstance(part, EngineError):
@@ -475,63 +412,52 @@ class RecordingEndpoint:
 
     async def _models(self, http: Request) -> Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "hybridflyte"}
-        return _json({"object": "list", "data": [model]})
+        return http_server.json_response({"object": "list", "data": [model]})
 
-    async def _chat(self, http: Request) -> Response:
+    async def _complete(self, http: Request) -> Response:
         session = self._session(http)
-        return await self._answer(http, session, ChatRequest, session.chat)
-
-    async def _completion(self, http: Request) -> Response:
-        session = self._session(http)
-        return await self._answer(http, session, CompletionRequest, session.completion)
-
-    async def _answer(
-        self,
-        http: Request,
-        session: EpisodeSession,
-        kind: type[ChatRequest] | type[CompletionRequest],
-        answer: Callable[[Any], Coroutine[Any, Any, dict[str, Any]]],
-    ) -> Response:
         try:
-            request = _parsed(kind, await http_server.read_body(http, _HTTP))
-            answered = await http_server.unless_gone(http, answer(request))
+            body = await http_server.read_body(http, _HTTP)
+            request = _parsed(http.scope["path"], body)
+            async with session.places:
+                answered = session.answer(request)
+                reply, answers = await http_server.unless_gone(http, answered)
         except EngineError:
             session.refused += 1
             raise
         if not request.stream:
-            return _json(answered)
-        usage = request.stream_options is not None and request.stream_options.include_usage
-        data = "".join(map(schema.sse, (*_events(answered, usage), "[DONE]")))
+            return http_server.json_response(reply.whole(answers))
+        events = [event for i, answer in enumerate(answers) for event in reply.events(i, answer)]
+        if last := reply.last_event(answers):
+            events.append(last)
+        data = "".join(map(schema.sse, (*events, "[DONE]")))
         return Response(data, headers={"content-type": "text/event-stream"})
 
 
-def _parsed(kind: type[ChatRequest] | type[CompletionRequest], body: bytearray) -> Any:
+def _parsed(path: str, body: bytearray) -> AgentRequest:
     """Read a request; RequestError for what is wrong or not offered."""
-    try:
-        values = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"the request is not JSON: {error}") from None
+    values = schema.read_json(body)
     if isinstance(values, dict):
         values["model"] = MODEL
-    request = schema.parse(kind, values, MODEL, _LIMITS, _NOT_OFFERED, instead="")
-    _say_whose_sampling(request)
+    request = schema.parse(_KINDS[path], values, MODEL, _LIMITS, _NOT_OFFERED, instead="")
+    for name in ("temperature", "top_p", "top_k"):
+        if getattr(request, name) is not None:
+            _log_ignored_field(name)
     return request
 
 
 async def _refuse(http: Request, error: Exception) -> Response:
     """An error in OpenAI's form; clients try again only what may go better then."""
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=_HUNG_UP)
-    known = isinstance(error, EngineError | HTTPException)
-    status = getattr(error, "status_code", 500) if not isinstance(error, EngineError) else 400
-    status = getattr(error, "status", status)
-    message = str(error) if known else f"the endpoint failed: {error!r}"
+        return Response(status_code=499)  # nginx's; nobody reads it
+    if isinstance(error, EngineError):
+        message, status = str(error), getattr(error, "status", 400)
+    elif isinstance(error, HTTPException):
+        message, status = str(error), error.status_code
+    else:
+        message, status = f"the endpoint failed: {error!r}", 500
     body: dict[str, Any] = schema.error_body(message, status)
     if isinstance(error, LimitReached):
         tokens = error.end == "tokens"
         body["error"]["code"] = "context_length_exceeded" if tokens else f"episode_{error.end}"
-    return _json(body, status)
-
-
-def _json(values: object, status: int = 200) -> Response:
-    return Response(json.dumps(values), status, media_type="application/json")
+    return http_server.json_response(body, status)

@@ -106,7 +106,7 @@ class EnvironmentHost:
         self._playing: dict[int, protocol.Environment] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: set[asyncio.Task[Any]] = set()
-        self.under_way: dict[asyncio.Task[Any], tuple[int, float]] = {}  # number, deadline
+        self.under_way: dict[asyncio.Task[Any], tuple[CallEnvironment, float]] = {}  # deadline
 
     async def call(self, call: CallEnvironment) -> object:
         """The call's checked result, in time; raise EnvironmentFailure for anything else.
@@ -114,8 +114,7 @@ class EnvironmentHost:
         An environment that failed is replaced, unless it just couldn't give its state.
         """
         if call.kind == "leave":
-            if (environment := self._playing.pop(call.episode, None)) is not None:
-                self._idle.append(environment)
+            self._leave(call.episode)
             return None
         try:
             return await self._result(call)
@@ -124,15 +123,30 @@ class EnvironmentHost:
                 _retained(self._closing, _close(self._playing.pop(call.episode)))
             raise
 
+    def _leave(self, episode: int) -> None:
+        """Take an environment back; one that is still at work is stopped, and plays no other."""
+        environment = self._playing.pop(episode, None)
+        at_work = [task for task, (call, _) in self.under_way.items() if call.episode == episode]
+        for task in at_work:
+            task.cancel()
+        if environment is not None and at_work:
+            _retained(self._closing, _close(environment))
+        elif environment is not None:
+            self._idle.append(environment)
+
     async def close(self) -> None:
-        """Close the environments that play nothing."""
+        """Cancel the calls under way, and close the environments that play nothing."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_S)
         idle, self._idle = self._idle, []
         await asyncio.gather(*map(_close, idle), *self._closing)
 
     async def _result(self, call: CallEnvironment) -> object:
         who = f"{self._name}: {call.kind}"
         task = _retained(self._tasks, self._run(call))
-        self.under_way[task] = call.number, time.monotonic() + call.timeout_s
+        self.under_way[task] = call, time.monotonic() + call.timeout_s
         await asyncio.wait({task}, timeout=call.timeout_s)
         del self.under_way[task]
         if not task.done():
@@ -263,11 +277,12 @@ class EnvironmentService:
             blocked = now - alive > self._blocking_s
             if running is None or not (blocked or any(u <= now for _, u in calls.values())):
                 continue
-            number, until = calls.get(running, (0, now))
+            call, until = calls.get(running, (None, now))
             if until > now and not blocked:
                 continue
             time.sleep(_STUCK_S)
             if self._alive == alive:
+                number = 0 if call is None else call.number
                 self._answers.put(_Answer(number, None, stuck=True))
                 return
 

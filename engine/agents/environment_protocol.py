@@ -167,6 +167,12 @@ def _message(message: object) -> Message:
     return _plain(dict(message))
 
 
+def listed_or_text(value: object) -> object:
+    """Arrays and NumPy numbers as lists and numbers, others as text; a `default` of `json`."""
+    plain = getattr(value, "tolist", None)
+    return plain() if plain is not None else str(value)
+
+
 def _plain(value: object) -> Any:
     """The value as JSON has it, arrays as lists; raise TypeError or ValueError for others."""
 

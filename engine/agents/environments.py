@@ -7,7 +7,6 @@ libraries: Gymnasium and OpenEnv. Demonstration tasks are in the package `exampl
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine.agents.environment_protocol import Action, Message, Observation, register_environment
 from engine.agents.tools import ToolSpec, answer, mcp_tools, resolve_tools, shorten, tool_message
 from engine.errors import ConfigError, EpisodeError
+from engine.registry import Registry
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -109,6 +109,7 @@ def _prompt_of(row: Mapping[str, Any]) -> list[Message]:
     return [dict(message) for message in row.get("prompt") or ()]
 
 
+_functions: Registry[object] = Registry("function", "rollout.agent.environment.options")
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -216,17 +217,9 @@ def _made(name: str, arguments: Mapping[str, Any]) -> Any:
 
 def _function(path: str) -> Callable[..., object]:
     """What stands at `package.module:attribute`."""
-    module, _, attribute = path.partition(":")
-    try:
-        target = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"rollout.agent.environment.options: {path!r} can't be imported ({error})"
-        ) from error
+    target = _functions.load(path)
     if not callable(target):
-        raise ConfigError(
-            f"rollout.agent.environment.options: {path!r} is {target!r}, which can't be called"
-        )
+        raise ConfigError(f"{_functions.setting}: {path!r} is {target!r}, which can't be called")
     return target
 
 

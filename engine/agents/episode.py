@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.agents.call_parsers import CallParser, parse_turn
-from engine.agents.environment_protocol import Action, Message, Observation
+from engine.agents.environment_protocol import Action, Message, Observation, listed_or_text
 from engine.batch import Batch
 from engine.data.collate import collate_completions, pad
 from engine.data.control_tokens import control_tokens
@@ -68,6 +67,19 @@ class TrainingSequence:
         self.versions += versions
         self.rewards += [0.0] * count
 
+    def add_turn(
+        self, token_ids: Sequence[int], log_probs: Sequence[float], versions: Sequence[int]
+    ) -> None:
+        """Append a turn as it was sampled."""
+        start = len(self.token_ids)
+        self.add(token_ids, log_probs, versions)
+        self.turns.append((start, len(self.token_ids)))
+
+    def add_observation(self, token_ids: Sequence[int]) -> None:
+        """Append what the policy reads before its next turn."""
+        latest = self.versions[-1] if self.versions else 0
+        self.add(token_ids, None, [latest] * len(token_ids))
+
     def drop_tail(self) -> None:
         """Leave out what comes after the last sampled token: no turn has read it."""
         length = self.last_sampled + 1
@@ -89,8 +101,11 @@ class Transcript:
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.sequences = [TrainingSequence(list(prompt_ids))]
-        self.turns = 0
-        self.sampled_tokens = 0
+
+    @property
+    def turns(self) -> int:
+        """Turns of the policy so far."""
+        return sum(len(sequence.turns) for sequence in self.sequences)
 
     @property
     def ids(self) -> list[int]:
@@ -112,17 +127,7 @@ class Transcript:
                 f"turn {self.turns} has {sizes[0]} tokens, {sizes[1]} log-probs and {sizes[2]} "
                 "versions; give one of each a token, and at least one"
             )
-        sequence = self.sequences[-1]
-        sequence.turns.append((len(sequence.token_ids), len(sequence.token_ids) + len(token_ids)))
-        sequence.add(token_ids, log_probs, versions)
-        self.turns += 1
-        self.sampled_tokens += len(token_ids)
-
-    def add_observation(self, token_ids: Sequence[int]) -> None:
-        """Append what the policy reads before its next turn."""
-        sequence = self.sequences[-1]
-        latest = sequence.versions[-1] if sequence.versions else 0
-        sequence.add(token_ids, None, [latest] * len(token_ids))
+        self.sequences[-1].add_turn(token_ids, log_probs, versions)
 
     def branch(self, prompt_ids: Sequence[int]) -> None:
         """Go on from other ids than those so far: another training sequence begins."""
@@ -141,7 +146,7 @@ class Transcript:
         raise RolloutError("a reward came before the first turn; give it with a turn's observation")
 
     def finished(self) -> list[TrainingSequence]:
-        """The sequences, each to its last sampled token; without a turn one without response."""
+        """The sequences, each to its last sampled token; without any turn the first prompt."""
         for sequence in self.sequences:
             sequence.drop_tail()
         return [sequence for sequence in self.sequences if sequence.token_ids] or self.sequences[:1]
@@ -154,17 +159,17 @@ History = Literal["append", "branches"]
 """append: what was sampled stays as it is. branches: where the chat template writes earlier turns
 otherwise (thoughts left out), the episode goes on from what it writes, as a sequence of its own."""
 ReadAction = Callable[[str, tuple[int, ...], str], Action]
-"""Of a turn's text, its ids, and the text with the control tokens that it has before its end."""
+"""Reads a turn: its text, its ids, and the text with the control tokens before its end."""
 
 
 def plain_action(text: str, token_ids: tuple[int, ...], marked: str = "") -> Action:
-    """A turn whose text is all there is to it: calls of tools are not looked for."""
+    """Read a turn without looking for calls of tools."""
     return Action(text, token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What an episode may use."""
+    """What an episode may use, and `turn_length` of it a turn."""
 
     max_response_length: int  # tokens after the prompt, observations included, e.g. 512
     max_model_len: int  # tokens of a sequence, prompt included, e.g. 1024
@@ -174,9 +179,23 @@ class EpisodeLimits:
     turn_seconds: float | None = None  # that sampling a turn may take; None: no limit
     drop: bool = False  # an episode that a limit ends is not learned from
 
+    def turn_length(
+        self, turns: int, length: int, response_length: int
+    ) -> int | Literal["turns", "tokens"]:
+        """Tokens that the last of `turns` turns may have, or the limit that leaves none.
+
+        It comes after `length` tokens, `response_length` of them after the episode's first prompt.
+        """
+        if self.max_turns is not None and turns > self.max_turns:
+            return "turns"
+        left = min(self.max_response_length - response_length, self.max_model_len - length)
+        if left < 1:
+            return "tokens"
+        return left if self.max_turn_length is None else min(left, self.max_turn_length)
+
 
 class EpisodeTokenizer:
-    """Makes an episode's messages tokens, and its turns text."""
+    """Encodes an episode's messages, and decodes its turns."""
 
     def __init__(
         self,
@@ -195,15 +214,15 @@ class EpisodeTokenizer:
         before: Sequence[int],
         ids: Sequence[int],
         *,
-        unsaid: int = 0,
+        unread: int = 0,
         tools: Sequence[Mapping[str, object]] | None = None,
     ) -> Action:
         """The action of a turn's ids, its text with what the ids before it have opened.
 
-        The last `unsaid` characters don't count. `tools` are those of its request, which without
+        The last `unread` characters don't count. `tools` are those of its request, which without
         any has no calls; None: the episode's.
         """
-        length = -unsaid or None
+        length = -unread or None
         text, said = turn_text(self._tokenizer, before, ids)[:length], list(ids)
         while said and said[-1] in self.stop_ids:
             said.pop()
@@ -257,14 +276,18 @@ class EpisodeTokenizer:
         return text
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False, kw_only=True)
 class TurnRequest:
-    """The next turn to sample."""
+    """A turn to sample."""
 
-    key: Hashable  # (key of the prompt, index of the episode, turn)
+    key: Hashable  # of the stream, e.g. (key of the prompt, index of the episode, turn)
     prompt_ids: list[int]
     max_new_tokens: int
-    after: Hashable | None  # the turn before, where the prompt begins with it
+    after: Hashable | None = None  # the turn whose ids the prompt begins with
+    partial: PartialCompletion | None = None  # that it goes on from
+    stops: tuple[str, ...] = ()  # texts that end it
+    submitted: float = 0.0  # of time.monotonic
+    late: bool = False  # it takes too long, and is cut
 
 
 @dataclass(slots=True)
@@ -312,40 +335,37 @@ class Episode:
         self.transcript, self.messages, self.info, self.turn_rewards = None, [], {}, []
         self.actions, self.truncated, self.cut = [], False, False
 
-    def next_turn(self, now: float) -> TurnRequest | None:
-        """The turn to sample at `now`, of time.monotonic; None, with `end` set, if none may be."""
+    def next_turn(self, now: float, saved: PartialCompletion | None = None) -> TurnRequest | None:
+        """The turn to sample at `now`, of time.monotonic; None, with `end` set, if none may be.
+
+        It goes on from `saved`, if that is not all of it.
+        """
         if self.end is not None:
             return None
         assert self.transcript is not None
-        limits, ids = self.limits, self.transcript.ids
-        left = min(
-            limits.max_response_length - self.transcript.response_length,
-            limits.max_model_len - len(ids),
-        )
-        if limits.max_turns is not None and self.transcript.turns >= limits.max_turns:
-            self.end = "turns"
-        elif left < 1:
-            self.end = "tokens"
-        elif now - self.started > limits.seconds:
-            self.end = "seconds"
-        elif self.cut:
-            self.end = "turn_seconds"
-        if self.end is not None:
+        limits, ids, turn = self.limits, self.transcript.ids, self.transcript.turns
+        response_length = self.transcript.response_length
+        length = limits.turn_length(turn + 1, len(ids), response_length)
+        late = now - self.started > limits.seconds
+        if late or self.cut or isinstance(length, str):
+            own: End = "seconds" if late else "turn_seconds"
+            self.end = length if isinstance(length, str) else own
             self.truncated, self.dropped = True, limits.drop
             return None
-        if limits.max_turn_length is not None:
-            left = min(left, limits.max_turn_length)
-        turn, prompt_rows = self.transcript.turns, self.transcript.response_length > 0
-        after = self.latest_turn if prompt_rows else None
-        return TurnRequest((self.key, self.index, turn), ids, left, after)
+        after = self.latest_turn if response_length else None
+        return TurnRequest(
+            key=(self.key, self.index, turn),
+            prompt_ids=ids,
+            max_new_tokens=length,
+            after=after,
+            partial=saved if saved is not None and len(saved.token_ids) < length else None,
+        )
 
     def add_turn(self, completion: Completion) -> Action:
         """Append a sampled turn; return what it says to the environment."""
         assert self.transcript is not None
-        ids = completion.token_ids
-        before = self.transcript.ids
-        versions = completion.token_versions or [completion.policy_version] * len(ids)
-        self.transcript.add_turn(ids, completion.log_probs, versions)
+        before, ids = self.transcript.ids, completion.token_ids
+        self.transcript.add_turn(ids, completion.log_probs, completion.versions)
         self.truncated = completion.finish_reason == "length"
         self.cut = self.cut and self.truncated
         action = self.tokenizer.action(before, ids)
@@ -365,7 +385,7 @@ class Episode:
         self.messages += observation.messages
         last = self.transcript.ids[-1]
         more = self.tokenizer.observation(observation.messages, last, self.tools)
-        self.transcript.add_observation(more)
+        self.transcript.sequences[-1].add_observation(more)
         if self.tokenizer.history == "branches":
             again = self.tokenizer.prompt(self.messages, self.tools)
             if self.tokenizer.rewritten(self.transcript.ids, again):
@@ -401,24 +421,23 @@ class EpisodeSummary:
     failed: bool  # the environment gave no answer
 
 
-def summarize(episode: Episode, parser: CallParser | None) -> EpisodeSummary:
-    """An episode that has ended. `parser` reads its calls; None: there are no tools."""
+def summarize(episode: Episode) -> EpisodeSummary:
+    """An episode that has ended."""
     transcript = episode.transcript
     assert transcript is not None
     assert episode.end is not None, "the episode was played"
     messages = after_prompt(episode.messages, transcript.turns)
     replies = [str(message["content"]) for message in messages if message["role"] == "assistant"]
-    parsed = [parse_turn(parser, text) for text in replies] if parser is not None else []
     return EpisodeSummary(
         text="\n".join(f"{message['role']}> {message['content']}" for message in messages),
         answer=replies[-1] if replies else "",
         turns=transcript.turns,
-        calls=sum(len(turn.tool_calls) for turn in parsed),
-        malformed=sum(len(turn.malformed) for turn in parsed),
+        calls=sum(len(action.tool_calls) for action in episode.actions),
+        malformed=sum(len(action.malformed) for action in episode.actions),
         reward=sum(episode.turn_rewards),
         success=success_of(episode.info),
         end=episode.end,
-        tokens=transcript.sampled_tokens,
+        tokens=sum(sum(sequence.sampled) for sequence in transcript.sequences),
         truncated=episode.truncated,
         failed=episode.end == "failed",
     )
@@ -452,13 +471,15 @@ def collate_episodes(
     `first_turn` and `continues` `[B]` tell.
     """
     each = 1 + max((episode.index for episode in episodes), default=0)
-    pairs: list[tuple[int, Episode, TrainingSequence]] = []
+    sequences: list[TrainingSequence] = []
+    of: list[Episode] = []  # of each sequence
+    turns: list[object] = []
     for episode in episodes:
         assert episode.transcript is not None, "the episode was played"
-        number = episode.key * each + episode.index
-        pairs += [(number, episode, sequence) for sequence in episode.transcript.finished()]
-    sequences = [sequence for _, _, sequence in pairs]
-    index = [episode.row for _, episode, _ in pairs]
+        finished = episode.transcript.finished()
+        sequences, of = sequences + finished, of + [episode] * len(finished)
+        turns += [episode.transcript.turns] * len(finished)
+    index = [episode.row for episode in of]
     prompt_rows = Batch(
         {"group_ids": prompts["group_ids"][index]},
         {name: values[index] for name, values in prompts.columns.items() if name != "prompt_ids"}
@@ -471,34 +492,30 @@ def collate_episodes(
         [sequence.log_probs for sequence in sequences],
         pad_token_id=pad_token_id,
     )
-    versions = pad([sequence.versions for sequence in sequences], 0, side="right")
+    sampled = [[float(token) for token in s.sampled] for s in sequences]
     fields: dict[str, torch.Tensor] = {
-        "response_mask": pad(
-            [[float(s) for s in sequence.sampled] for sequence in sequences], 0.0, side="right"
-        ),
-        "environment_rewards": pad([sequence.rewards for sequence in sequences], 0.0, side="right"),
-        "token_versions": versions,
-        "policy_version": torch.tensor(
-            [min(sequence.versions, default=version) for sequence in sequences]
-        ),
-        "truncated": torch.tensor([episode.truncated for _, episode, _ in pairs]),
-        "episode_failed": torch.tensor([episode.dropped for _, episode, _ in pairs]),
+        "response_mask": pad(sampled, 0.0, side="right"),
+        "environment_rewards": pad([s.rewards for s in sequences], 0.0, side="right"),
+        "token_versions": pad([s.versions for s in sequences], 0, side="right"),
+        "policy_version": torch.tensor([min(s.versions, default=version) for s in sequences]),
+        "truncated": torch.tensor([episode.truncated for episode in of]),
+        "episode_failed": torch.tensor([episode.dropped for episode in of]),
     }
     if branches:
-        numbers = torch.tensor([number for number, _, _ in pairs])
+        numbers = torch.tensor([episode.key * each + episode.index for episode in of])
         fields |= {
             "episode_ids": numbers,
-            "first_turn": torch.tensor([sequence.first_turn for sequence in sequences]),
+            "first_turn": torch.tensor([s.first_turn for s in sequences]),
             "continues": torch.cat((numbers[:-1] == numbers[1:], torch.zeros(1).bool())),
         }
     columns: dict[str, list[object]] = {
-        "episode_end": [episode.end for _, episode, _ in pairs],
-        "episode_error": [episode.error for _, episode, _ in pairs],
-        "episode_info": [episode.info for _, episode, _ in pairs],
-        "episode_turns": [episode.transcript.turns for _, episode, _ in pairs],  # type: ignore[union-attr]
-        "episode_turn_spans": [turn_spans(episode, sequence) for _, episode, sequence in pairs],
-        "episode_reward": [sum(episode.turn_rewards) for _, episode, _ in pairs],
-        "environment_seconds": [episode.environment_seconds for _, episode, _ in pairs],
+        "episode_end": [episode.end for episode in of],
+        "episode_error": [episode.error for episode in of],
+        "episode_info": [episode.info for episode in of],
+        "episode_turns": turns,
+        "episode_turn_spans": list(map(turn_spans, of, sequences)),
+        "episode_reward": [sum(episode.turn_rewards) for episode in of],
+        "environment_seconds": [episode.environment_seconds for episode in of],
     }
     return batch | Batch(fields, columns)
 
@@ -563,10 +580,9 @@ def save_episode(
     assert episode.transcript is not None, "the episode has begun"
     transcript = episode.transcript
     fields = {name: getattr(episode, name) for name in _SAVED_FIELDS}
-    fields |= {"turns": transcript.turns, "sampled_tokens": transcript.sampled_tokens}
     return {
         "index": episode.index,
-        "told": json.dumps(fields, default=_plain),
+        "told": json.dumps(fields, default=listed_or_text),
         "seconds": time.monotonic() - episode.started,
         "environment": torch.from_numpy(np.frombuffer(environment, np.uint8).copy()),
         "sequences": [_sequence_tree(sequence) for sequence in transcript.sequences],
@@ -585,7 +601,6 @@ def load_episode(episode: Episode, tree: EpisodeTree) -> SavedTurn | None:
     sequences = [_sequence(sequence) for sequence in tree["sequences"]]
     transcript = Transcript(sequences[0].prompt_ids)
     transcript.sequences = sequences
-    transcript.turns, transcript.sampled_tokens = fields["turns"], fields["sampled_tokens"]
     episode.transcript = transcript
     if episode.end != "failed":
         episode.actions = [
@@ -615,12 +630,6 @@ def _sequence(tree: dict[str, Any]) -> TrainingSequence:
     )
 
 
-def _plain(value: object) -> object:
-    """Arrays and NumPy numbers of a data set's rows as lists and numbers; others as text."""
-    plain = getattr(value, "tolist", None)
-    return plain() if plain is not None else str(value)
-
-
 @dataclass(frozen=True, slots=True)
 class PartialEpisodes:
     """A prompt's episodes that are over or can go on; the others restart."""
@@ -643,7 +652,3 @@ class PartialEpisodes:
     def from_tree(tree: Mapping[str, Sequence[EpisodeTree]]) -> PartialEpisodes:
         """The inverse of `tree`."""
         return PartialEpisodes(tree["episodes"])
-
-    def by_index(self) -> dict[int, EpisodeTree]:
-        """The saved episodes by their index."""
-        return {tree["index"]: tree for tree in self.episodes}

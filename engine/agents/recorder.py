@@ -99,11 +99,10 @@ class EpisodeRecorder:
         if not plain or plain[-1]["role"] == "assistant":
             raise DataError("messages must end with one that the policy answers, not its own")
         digests = list(accumulate(plain, _chained, initial=_digest(b"", tools)))
-        parent, known = None, 0
-        for known in range(len(plain) - 1, 0, -1):
-            parent = self._by_conversation.get(digests[known])
-            if parent is not None:
-                break
+        known = next(
+            (i for i in range(len(plain) - 1, 0, -1) if digests[i] in self._by_conversation), 0
+        )
+        parent = self._by_conversation.get(digests[known])
         ids: list[int] | None = None
         if parent is not None:
             last = parent.sequence.token_ids[parent.length - len(parent.sequence.prompt_ids) - 1]
@@ -137,27 +136,23 @@ class EpisodeRecorder:
 
         `count` turns are asked for, those that are sampled meanwhile included.
         """
-        limits, length = self._limits, len(prompt.ids)
+        limits, length, observed = self._limits, len(prompt.ids), 0
         self._first_prompt = self._first_prompt or prompt.ids
-        if limits.max_turns is not None and len(self.turns) + count > limits.max_turns:
-            raise LimitReached(
-                "turns",
-                f"the episode has its {limits.max_turns} turns "
-                "(rollout.multi_turn.max_assistant_turns)",
-            )
-        observed = 0
         if prompt.extends:
             assert prompt.parent is not None
             observed = length - len(prompt.parent.sequence.prompt_ids)
-        left = min(limits.max_response_length - observed, limits.max_model_len - length)
-        if left < 1:
+        left = limits.turn_length(len(self.turns) + count, length, observed)
+        if left == "turns":
+            message = f"the episode has its {limits.max_turns} turns "
+            raise LimitReached(left, message + "(rollout.multi_turn.max_assistant_turns)")
+        if left == "tokens":
             raise LimitReached(
-                "tokens",
+                left,
                 f"the prompt's {length} tokens leave no room: an episode has "
                 f"{limits.max_response_length} after its first prompt (data.max_response_length) "
                 f"and {limits.max_model_len} with it",
             )
-        return left if limits.max_turn_length is None else min(left, limits.max_turn_length)
+        return left
 
     def add(
         self,
@@ -171,27 +166,22 @@ class EpisodeRecorder:
         if prompt.extends:
             assert prompt.parent is not None
             sequence = prompt.parent.sequence
-            between = prompt.ids[prompt.parent.length :]
-            sequence.add(between, None, [sequence.versions[-1]] * len(between))
+            sequence.add_observation(prompt.ids[prompt.parent.length :])
         else:
             sequence = TrainingSequence(prompt.ids)
-        start = len(sequence.token_ids)
-        sequence.add(part.token_ids, part.log_probs, part.token_versions)
-        sequence.turns.append((start, len(sequence.token_ids)))
-        length = len(sequence.prompt_ids) + len(sequence.token_ids)
+        sequence.add_turn(part.token_ids, part.log_probs, part.token_versions)
         text = None
         if prompt.text is not None:
             text = prompt.text + self._tokenizer.text(part.token_ids)
-        asked: Sequence[Message] = (
-            prompt.messages if not self.turns else _since_the_policy(prompt.messages)
-        )
+        new = _since_the_policy(prompt.messages) if self.turns else prompt.messages
         if not prompt.messages:
-            asked = [{"role": "user", "content": prompt.text or self._tokenizer.text(prompt.ids)}]
-        shown = {"role": "assistant", "content": action.text}
-        turn = RecordedTurn(sequence, length, key, action, (*asked, shown), text)
+            content = prompt.text or self._tokenizer.text(prompt.ids)
+            new = ({"role": "user", "content": content},)
+        messages = (*new, {"role": "assistant", "content": action.text})
+        turn = RecordedTurn(sequence, len(sequence.ids), key, action, messages, text)
         if answer is not None:
-            said = plain_message(answer, len(prompt.messages))
-            self._by_conversation[_chained(prompt.digest, said)] = turn
+            message = plain_message(answer, len(prompt.messages))
+            self._by_conversation[_chained(prompt.digest, message)] = turn
         self.turns.append(turn)
         return turn
 
@@ -203,18 +193,14 @@ class EpisodeRecorder:
             by_sequence[id(turn.sequence)].append(turn)
         # The last turn is in the last sequence, where the reward lies.
         order = [by_sequence[number] for number in sorted(by_sequence, key=latest.__getitem__)]
-        transcript = Transcript(self._first_prompt or episode.fallback_prompt)
+        in_order = [turn for turns in order for turn in turns]
+        episode.transcript = Transcript(self._first_prompt or episode.fallback_prompt)
         if order:
-            transcript.sequences = [turns[0].sequence for turns in order]
+            episode.transcript.sequences = [turns[0].sequence for turns in order]
         for turns in order:
-            turns[0].sequence.first_turn = transcript.turns
-            transcript.turns += len(turns)
-        transcript.sampled_tokens = sum(sum(s.sampled) for s in transcript.sequences)
-        episode.transcript = transcript
-        episode.actions = [turn.action for turns in order for turn in turns]
-        episode.messages = [
-            message for turns in order for turn in turns for message in turn.messages
-        ]
+            turns[0].sequence.first_turn = in_order.index(turns[0])
+        episode.actions = [turn.action for turn in in_order]
+        episode.messages = [message for turn in in_order for message in turn.messages]
 
     def saved(self, episode: Episode, under_way: PartialRequest | None) -> EpisodeTree | None:
         """The episode as it is now, for `Replays`, with a turn under way; None before any token."""
@@ -274,8 +260,8 @@ def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 
 def _since_the_policy(messages: Sequence[Message]) -> Sequence[Message]:
     """The messages after the last one of the policy."""
-    said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    return messages[said[-1] + 1 :] if said else messages
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return messages[turns[-1] + 1 :] if turns else messages
 
 
 def _digest(before: bytes, value: object) -> bytes:

@@ -22,7 +22,8 @@ from pydantic_core import ErrorDetails
 from engine.agents.environment_protocol import Message, ToolCall
 from engine.errors import ConfigError
 from engine.registry import Options, Registry, origin
-from engine.rewards.calls import on_daemon_thread, text_of
+from engine.rewards.calls import text_of
+from engine.worker_process import on_daemon_thread
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -161,7 +162,6 @@ def _read_docstring(name: str, function: Callable[..., object]) -> tuple[str, di
 # Tools by name. The options of one are its keyword-only parameters with defaults.
 # `package.module:function` names one that isn't registered.
 
-_F = TypeVar("_F", bound=Callable[..., object])
 ToolSpec: TypeAlias = "str | Mapping[str, object] | Tool | Callable[..., object]"
 """A name, {"name": …, "options": {…}}, a tool, or the function that makes one."""
 
@@ -173,17 +173,12 @@ _registry: Registry[Callable[..., object]] = Registry(
 )
 
 
-def register_tool(name: str) -> Callable[[_F], _F]:
+def register_tool(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Make a function selectable as a tool; the model sees the function's own name.
 
     Raises ConfigError for a name that is taken.
     """
-
-    def add(function: _F) -> _F:
-        _registry.add(name, function)
-        return function
-
-    return add
+    return _registry.register(name)
 
 
 def resolve_tools(specs: Iterable[ToolSpec]) -> dict[str, Tool]:

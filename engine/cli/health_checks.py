@@ -13,10 +13,8 @@ import logging
 import os
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -27,9 +25,9 @@ from typing import Any, cast
 from engine.console import human_bytes
 from engine.errors import ConfigError
 from engine.redaction import without_credentials
-from engine.storage.filesystem import ENDPOINTS, HOME_VARIABLE, STORE_VARIABLE, home, shared_store
+from engine.storage import filesystem
 from engine.tracking.connection import URI_VARIABLE, cause, default_uri
-from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
+from engine.worker_process import ProcessEnded, TooLate, WorkerProcess, on_daemon_thread
 
 NEEDED = ("torch", "ray", "transformers", "mlflow")
 OPTIONAL = ("vllm", "bitsandbytes", "flytekit")
@@ -124,7 +122,7 @@ def count_nodes(expected: int, address: str) -> Iterator[Message]:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:  # until it is there it may answer anything
-            yield {"fault": _first_line(error).rstrip(".")}
+            yield {"fault": filesystem.error_text(error)}
             time.sleep(1.0)
     alive: list[str] = []
     while len(alive) < expected:
@@ -157,7 +155,7 @@ def load_libraries(names: Sequence[str]) -> Iterator[Message]:
         try:
             importlib.import_module(name)
         except Exception as error:  # a broken library may raise anything
-            yield {"loaded": name, "fault": _first_line(f"{type(error).__name__}: {error}")}
+            yield {"loaded": name, "fault": f"{type(error).__name__}: {error}".splitlines()[0]}
     yield {"loading": "the devices"}
     import torch
 
@@ -167,7 +165,7 @@ def load_libraries(names: Sequence[str]) -> Iterator[Message]:
             works = torch.ones(8, device=f"cuda:{i}").sum().item() == 8.0
             fault = "" if works else "it adds wrong"
         except Exception as error:  # whatever the driver says
-            fault = _first_line(error)
+            fault = filesystem.error_text(error)
         devices.append({"name": torch.cuda.get_device_name(i), "fault": fault})
     build = "rocm" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
     yield {"build": build, "devices": devices}
@@ -185,10 +183,6 @@ def describe_kernels() -> str:
     by_library = [f"{c.kernel} {'x'.join(map(str, c.shape))}" for c in known if c.name == "library"]
     faster = f"; the library is faster for {', '.join(by_library)}" if by_library else ""
     return f"{choices.processor()}: {compiled}, {len(known)} shapes timed{faster}"
-
-
-def _first_line(error: object) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 def check_versions(expected: Expectation) -> Iterator[HealthFinding]:
@@ -274,11 +268,11 @@ def shared_memory(least_gib: float) -> HealthFinding:
 
 def output_folder() -> HealthFinding:
     """Check that artifacts can be written, or their folder be made."""
-    fault, _, free = _unwritable(home())
+    fault, _, free = _unwritable(filesystem.home())
     if fault:
-        way_out = f"make it writable, mount a volume there, or set {HOME_VARIABLE}"
-        fault = f"{home()} can't be written: {fault}; {way_out}"
-    return HealthFinding(HOME_VARIABLE, f"{home()}, {free}", fault)
+        way_out = f"make it writable, mount a volume there, or set {filesystem.HOME_VARIABLE}"
+        fault = f"{filesystem.home()} can't be written: {fault}; {way_out}"
+    return HealthFinding(filesystem.HOME_VARIABLE, f"{filesystem.home()}, {free}", fault)
 
 
 def _unwritable(folder: Path) -> tuple[str, Path, str]:
@@ -319,12 +313,12 @@ def mlflow(deadline_s: float) -> HealthFinding:
 
 def s3(deadline_s: float) -> Iterator[HealthFinding]:
     """Check the shared store's address and the endpoint, where they are set; AWS's own isn't."""
-    if os.environ.get(STORE_VARIABLE):
+    if os.environ.get(filesystem.STORE_VARIABLE):
         try:
-            yield HealthFinding(STORE_VARIABLE, shared_store())
+            yield HealthFinding(filesystem.STORE_VARIABLE, filesystem.shared_store())
         except ConfigError as error:
-            yield HealthFinding(STORE_VARIABLE, "no address", str(error))
-    variable = next((name for name in ENDPOINTS if os.environ.get(name)), None)
+            yield HealthFinding(filesystem.STORE_VARIABLE, "no address", str(error))
+    variable = next((name for name in filesystem.ENDPOINTS if os.environ.get(name)), None)
     if variable is not None:
         endpoint = os.environ[variable]
         finding, status = _service("S3", endpoint, endpoint, variable, deadline_s, {})
@@ -339,19 +333,13 @@ def _service(
     """Return what an HTTP GET of `url` finds of the service at `uri`, and the status, if any."""
     import httpx
 
-    answer: Future[int] = Future()
+    def get() -> int:
+        with httpx.stream("GET", url, timeout=deadline_s, **credentials) as response:
+            return response.status_code
 
-    def get() -> None:
-        try:
-            with httpx.stream("GET", url, timeout=deadline_s, **credentials) as response:
-                answer.set_result(response.status_code)
-        except Exception as error:  # raised again below, in the caller's thread
-            answer.set_exception(error)
-
-    threading.Thread(target=get, daemon=True).start()  # as httpx's deadline is not for DNS
     shown = without_credentials(uri)
     try:
-        status = answer.result(deadline_s)
+        status = on_daemon_thread(get).result(deadline_s)  # as httpx's deadline is not for DNS
         return HealthFinding(what, f"{shown}, status {status}"), status
     except (TimeoutError, httpx.TimeoutException):  # whichever comes first
         fault = f"no answer in {deadline_s:g} s"

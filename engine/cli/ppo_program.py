@@ -25,6 +25,7 @@ from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
 from engine.data.row_files import data_files, read_file_rows
 from engine.errors import ConfigError, DataError, PlacementError
 from engine.models.loading import check_overrides, link_model
+from engine.rollout.protocol import engine_capabilities
 from engine.runtime.policy_runtime import open_tokenizer
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.storage.json_rows import Row
@@ -246,7 +247,7 @@ def _train(
 
 
 def _with_gpus(config: RunConfig) -> RunConfig:
-    """Give each rank of the policy a GPU, where Ray has any and no pools are set."""
+    """Give the policy's ranks and the samplers GPUs, where Ray has any and no pools are set."""
     trainer, device, ranks = config.rl.trainer, config.run.device, config.run.ranks
     if trainer.placement == "local":
         if device == "cuda" and not torch.cuda.is_available():
@@ -259,14 +260,19 @@ def _with_gpus(config: RunConfig) -> RunConfig:
             raise PlacementError("run.device=cuda, and Ray has no GPU; set trainer.device=cpu")
         say(f"rl: Ray has no GPU, so {ranks} ranks compute on CPUs")
         return config
-    if run_spec.sampler_count(trainer):
+    apart = run_spec.sampler_count(trainer) > 0
+    if apart and ranks == 1:
         raise ConfigError(
-            f"run.n_gpus_per_node with trainer.mode={trainer.mode}: say which GPUs decode, by "
-            "trainer.placement=auto or trainer.pools"
+            f"run.n_gpus_per_node=1 with trainer.mode={trainer.mode}: the trainer and a sampler "
+            "need a GPU each; set 2 or more, or trainer.mode=sync"
         )
     policy, *others = run_spec.default_pools(run_spec.run_roles(config.rl)[1])
     pools = [PoolConfig(roles=roles, cpus=0.0) for roles in others]
     pools.insert(0, PoolConfig(roles=policy, cpus=1.0, gpus=1.0))
+    if apart:
+        remote = engine_capabilities(config.rl.rollout).remote
+        gpus = 0.0 if remote else float(config.rl.rollout.tensor_parallel_size)
+        pools.append(PoolConfig(roles=("sampler",), cpus=max(1.0, gpus), gpus=gpus))
     return config.replaced({"rl.trainer.pools": tuple(pools)})
 
 
@@ -312,7 +318,8 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     else:
         yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
         machines = auto_placement.rl_candidate(rl), ranks, min(ranks, per_node or ranks), kind
-        estimate = auto_placement.step_estimate(work, *machines)
+        fixed = auto_placement.fixed_settings(rl)
+        estimate = auto_placement.step_estimate(work, *machines, fixed)
         yield from estimate.lines
         seconds = estimate.seconds
     yield from run_folder.plan_lines(config.run, trainer.total_training_steps, seconds)

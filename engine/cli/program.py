@@ -9,7 +9,6 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
 import yaml
@@ -20,13 +19,13 @@ from engine.cli.resolve import Form, resolve_file
 from engine.cli.run_folder import INPUT_ERRORS, short_message
 from engine.cli.settings import OfflineRunConfig, RunConfig
 from engine.config.text import PRESET, as_yaml, config_path, sections, summary
-from engine.console import INTERRUPTED, command_line, quiet, say
+from engine.console import command_line, quiet, say
 from engine.errors import ConfigError, EngineError, PreemptedError
 
 C = TypeVar("C", bound=BaseModel)
 F = TypeVar("F", bound=OfflineRunConfig)
 
-FAILED, WRONG_INPUT, TERMINATED = 1, 2, 143
+FAILED, WRONG_INPUT = 1, 2
 _SUFFIXES = (".yaml", ".yml", ".json")
 # verl's own files of defaults; what is in them is known here.
 _VERLS_FILES = ("ppo_trainer", "ppo_megatron_trainer", "sft_trainer")
@@ -39,7 +38,7 @@ class ArgumentParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; see {self.prog} --help")
 
 
-@command_line
+@command_line(left="workers are stopped")
 def run_program(
     form: Form[C],
     usage: str,
@@ -54,29 +53,15 @@ def run_program(
     Ctrl-C, 143 after SIGTERM. Workers are stopped in all cases.
     """
     quiet()
-
-    def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(int(signal.SIGTERM))  # as Ray's own handler does while it starts
-
-    before = signal.signal(signal.SIGTERM, stop)  # so that workers are stopped and files are closed
     try:
         _run_form(form, usage, sys.argv[1:] if arguments is None else arguments, run, options)
-        return 0
     except PreemptedError as error:
         say(str(error), error=True)
+        raise SystemExit(int(signal.SIGTERM)) from error
     except EngineError as error:
         say(f"error: {short_message(error)}", error=True)
         return WRONG_INPUT if isinstance(error, INPUT_ERRORS) else FAILED
-    except KeyboardInterrupt:
-        print("interrupted; workers are stopped", file=sys.stderr)
-        return INTERRUPTED
-    except SystemExit as stop_request:
-        if stop_request.code != signal.SIGTERM:
-            raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    print("terminated; workers are stopped", file=sys.stderr)
-    return TERMINATED
+    return 0
 
 
 def _run_form(

@@ -10,17 +10,13 @@ The module's name is part of recorded settings, and reward processes load it: it
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.util
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from engine.errors import ConfigError
+from engine.registry import load_function
 
 
 def reward_name(path: str, function: str, keywords: Mapping[str, object] | None = None) -> str:
@@ -35,26 +31,16 @@ def __getattr__(name: str) -> Callable[..., object]:
     if not separator:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     function, _, keywords = rest.partition("::")
-    return load_function(path, function, json.loads(keywords or "{}"))
+    return _reward_function(path, function, json.loads(keywords or "{}"))
 
 
-def load_function(path: str, name: str, keywords: Mapping[str, object]) -> Callable[..., object]:
+def _reward_function(path: str, name: str, keywords: Mapping[str, object]) -> Callable[..., object]:
     """Load `name` from the file at `path`, made callable as our reward functions are.
 
-    A relative path is looked for in the working directory and on Python's path, where Ray puts a
-    job's files. Raises ConfigError where the file or the function is missing or fails to load, or
-    doesn't take the `keywords` that are passed to each call.
+    Raises ConfigError where that fails, or the function doesn't take the `keywords` that are passed
+    to each call.
     """
-    places = (Path(base) / Path(path).expanduser() for base in ("", *sys.path))
-    file = next(filter(Path.is_file, places), None)
-    if file is None:
-        raise ConfigError(
-            f"reward file {path} does not exist here; each machine of the cluster needs it, or a "
-            "job's working directory has to hold it"
-        )
-    function = getattr(_load(file.resolve()), name, None)
-    if not callable(function):
-        raise ConfigError(f"reward file {path} has no function {name!r}; name one of its functions")
+    function = load_function(path, name, "reward file")
     parameters = inspect.signature(function).parameters
     if keywords:
         takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -66,24 +52,6 @@ def load_function(path: str, name: str, keywords: Mapping[str, object]) -> Calla
         function = functools.update_wrapper(functools.partial(function, **keywords), function)
     takes_one_row = {"solution_str", "ground_truth"} <= parameters.keys()
     return each_row(function) if takes_one_row else function
-
-
-@functools.cache
-def _load(path: Path) -> ModuleType:
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward file {path} is not a Python file; give one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # a user's file may fail in any way
-        del sys.modules[name]
-        raise ConfigError(
-            f"reward file {path} can't be loaded ({type(error).__name__}: {error}); correct it"
-        ) from error
-    return module
 
 
 def each_row(function: Callable[..., Any]) -> Callable[..., object]:

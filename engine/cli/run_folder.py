@@ -17,10 +17,11 @@ from engine.checkpoint.store import CheckpointStore
 from engine.cli.settings import RunOutputConfig
 from engine.console import human_time
 from engine.redaction import presentable
-from engine.storage.filesystem import fsync, fsync_tree
+from engine.storage.filesystem import fsync, fsync_tree, writing
 
 INPUT_ERRORS = (errors.ConfigError, errors.DataError, errors.ModelError, errors.PlacementError)
 DETAILS = "error.txt"
+_WAY_OUT = "free space, or give another trainer.default_local_dir"
 # Ray unpacks a job's files here on each machine, and deletes them after the job.
 _RAY_JOB_FOLDERS = "runtime_resources/working_dir_files"
 
@@ -61,7 +62,7 @@ def make_output_folder(folder: Path) -> Path:
             f"trainer.default_local_dir={folder} lies in the working directory of a Ray job, which "
             "is deleted after it; give an absolute path, or set HYBRIDFLYTE_HOME to one"
         )
-    with _writing(folder):
+    with writing(folder, _WAY_OUT):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     return folder
@@ -107,7 +108,7 @@ def save_atomically(save: Callable[[str], None], target: Path) -> Path:
                 f"the policy wrote its model on another machine, where {draft} is; put "
                 "trainer.default_local_dir on a file system that all machines share"
             )
-        with _writing(target):
+        with writing(target, _WAY_OUT):
             fsync_tree(draft)
             if target.exists():
                 target.rename(replaced)
@@ -119,14 +120,3 @@ def save_atomically(save: Callable[[str], None], target: Path) -> Path:
         for folder in (draft, replaced):
             shutil.rmtree(folder, ignore_errors=True)
     return target
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise errors.StorageError(
-            f"can't write {error.filename or path}: {error.strerror or error}; free space, or give "
-            "another trainer.default_local_dir"
-        ) from error

@@ -11,7 +11,7 @@ from engine.config.text import markdown
 from engine.console import command_line
 
 
-@command_line
+@command_line()
 def main() -> int:
     parser = argparse.ArgumentParser("python -m engine.config", description=__doc__)
     parser.add_argument("--json-schema", action="store_true", help="the schema, for editors")

@@ -37,8 +37,9 @@ class ParallelConfig(Section):
     copied to the device for each use (FSDP2's CPUOffloadPolicy)"""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in CPU memory between updates"""
-    activation_checkpointing: bool = False
-    """Keep layers' inputs only and recompute the rest in backward"""
+    activation_checkpointing: bool | None = None
+    """Keep layers' inputs only and recompute the rest in backward; null: no, and RL on a GPU does
+    where its memory would be too small"""
     activation_offload: bool = False
     """As activation_checkpointing, and on a GPU those inputs wait in pinned CPU memory: for rows of
     very many tokens"""

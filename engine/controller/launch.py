@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 from engine.controller.groups import Roles, WorkerGroup
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Launched = tuple[dict[str, WorkerGroup], Callable[[], list[Span]]]
 DASHBOARD_VARIABLE = "HYBRIDFLYTE_RAY_DASHBOARD"
 
@@ -103,14 +105,7 @@ def _launch_ray(
 
     from engine.controller.ray_groups import RayGroup, RayHost, stop_actors, wait_all
 
-    if not ray.is_initialized():
-        init_ray(init_options(os.environ))
-    nodes = [
-        ClusterNode(f"{n['NodeManagerAddress']} {n['NodeID'][:6]}", n["Resources"], n["Labels"])
-        for n in ray.nodes()
-        if n["Alive"]
-    ]
-    require_capacity(placement.pools, nodes)
+    require_capacity(placement.pools, list(cluster_nodes().values()))
     deadline = time.monotonic() + placement.start_timeout_s
     options = iter(_reserve(placement, closing))
     run = f"hybridflyte-{uuid.uuid4().hex[:6]}"
@@ -281,32 +276,55 @@ def ray_session(placement: str, object_store_memory: int | None = None) -> Itera
         ray.shutdown()
 
 
-def require_shared(folders: Sequence[str]) -> None:
-    """Raise StorageError unless every machine of the Ray cluster has these folders."""
+def cluster_nodes() -> dict[str, ClusterNode]:
+    """Return the machines that are alive in the Ray cluster, by Ray's id; joins or starts Ray."""
+    import ray
+
+    if not ray.is_initialized():
+        init_ray(init_options(os.environ))
+    return {
+        n["NodeID"]: ClusterNode(
+            f"{n['NodeManagerAddress']} {n['NodeID'][:6]}", n["Resources"], n["Labels"]
+        )
+        for n in ray.nodes()
+        if n["Alive"]
+    }
+
+
+def ask_nodes(
+    nodes: Mapping[str, ClusterNode], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> dict[str, T]:
+    """Return what a function answers on each machine, by the machine's name.
+
+    Raises PlacementError for a machine that can't run it.
+    """
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    nodes = {n["NodeID"]: n["NodeManagerAddress"] for n in ray.nodes() if n["Alive"]}
-    if len(nodes) < 2:
-        return
-    look = ray.remote(num_cpus=0)(_missing)
-    answers = {
-        node: look.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        ).remote(list(folders))
-        for node in nodes
-    }
-    for node, answer in answers.items():
+    task: Any = ray.remote(num_cpus=0)(function)
+    strategies = (NodeAffinitySchedulingStrategy(node_id=node, soft=False) for node in nodes)
+    pending = [task.options(scheduling_strategy=s).remote(*args, **kwargs) for s in strategies]
+    answers: dict[str, T] = {}
+    for node, answer in zip(nodes.values(), pending, strict=True):
         try:
-            missing = ray.get(answer, timeout=PROBE_SECONDS)
+            answers[node.name] = ray.get(answer, timeout=PROBE_SECONDS)
         except RayError as error:
             raise PlacementError(
-                f"machine {nodes[node]} of the Ray cluster can't run a first task: {error}"
+                f"machine {node.name} of the Ray cluster can't run a first task: {error}"
             ) from error
+    return answers
+
+
+def require_shared(folders: Sequence[str]) -> None:
+    """Raise StorageError unless every machine of the Ray cluster has these folders."""
+    nodes = cluster_nodes()
+    if len(nodes) < 2:
+        return
+    for name, missing in ask_nodes(nodes, _missing, list(folders)).items():
         if missing:
             raise StorageError(
-                f"machine {nodes[node]} of the Ray cluster does not see {', '.join(missing)}; put "
+                f"machine {name} of the Ray cluster does not see {', '.join(missing)}; put "
                 "model and results (trainer.default_local_dir, HYBRIDFLYTE_HOME) on a file system "
                 "that all machines share"
             )

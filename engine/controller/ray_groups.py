@@ -7,10 +7,8 @@ object reference.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
-from concurrent import futures
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,6 +23,7 @@ from engine.controller import worker_host
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
 from engine.controller.timeline import Recorder, span
 from engine.errors import EngineError, WorkerError
+from engine.worker_process import on_daemon_thread
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -197,18 +196,9 @@ def _put(value: object, timeout_s: float) -> ObjectRef:
 
     `ray.put` itself waits for ever for a node that is stopped, so it gets a thread to wait in.
     """
-    stored: futures.Future[ObjectRef] = futures.Future()
-
-    def put() -> None:
-        try:
-            stored.set_result(ray.put(value))
-        except Exception as error:  # raised below
-            stored.set_exception(error)
-
-    threading.Thread(target=put, name="ray-put", daemon=True).start()
     try:
-        return stored.result(timeout_s)
-    except futures.TimeoutError:
+        return on_daemon_thread(ray.put, value).result(timeout_s)
+    except TimeoutError:
         raise WorkerError(
             f"the Ray node of this machine took no data within {timeout_s:g} s; its raylet is "
             "stopped or the machine is overloaded: end that Ray, and resume the run on another"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateSyntaxError
 
 from engine.data.messages import for_template
+from engine.data.rows import is_continued
 from engine.errors import ConfigError, DataError, EngineError, ModelError
 
 if TYPE_CHECKING:
@@ -28,10 +30,7 @@ def render(
     tools: Sequence[Mapping[str, object]],
     add_generation_prompt: bool,
 ) -> str:
-    """The chat template's text of messages, whose own texts may still spell control tokens.
-
-    Raises DataError where the template leaves out a tool's call.
-    """
+    """Return the chat template's text of messages; DataError where it leaves out a tool's call."""
     has_calls = any("tool_calls" in message for message in messages)
     problem: Exception | None = None
     for as_none, as_text in _CALL_FORMS if has_calls else _CALL_FORMS[:1]:
@@ -40,31 +39,32 @@ def render(
             if "tool_calls" in message and not message.get("content"):
                 message["content"] = None
         try:
-            text = _applied(tokenizer, chat, tools, add_generation_prompt)
+            text = str(
+                tokenizer.apply_chat_template(
+                    chat,
+                    tools=[dict(tool) for tool in tools] or None,
+                    add_generation_prompt=add_generation_prompt,
+                    tokenize=False,
+                )
+            )
         except Exception as error:  # a template is code of the model's authors
             problem = problem or error
             continue
-        left_out = [name for name in _called_names(chat) if name not in text]
+        calls = (call for message in messages for call in message.get("tool_calls") or ())
+        names = [str(call.get("function", call)["name"]) for call in calls]
+        left_out = [name for name in names if name not in text]
         if not left_out:
-            break
+            return text
         problem = problem or DataError(
             f"the chat template leaves out tool_calls, of {left_out[0]!r}; remove them, or give "
             "the model another template"
         )
-    else:
-        assert problem is not None
-        raise problem
-    return text
+    assert problem is not None
+    raise problem
 
 
 # Forms of a call that templates want: empty content as None, and arguments as JSON text.
 _CALL_FORMS = ((False, False), (True, False), (False, True), (True, True))
-
-
-def _called_names(messages: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The names of the functions that messages call."""
-    calls = (call for message in messages for call in message.get("tool_calls", ()))
-    return [str(call["function"]["name"]) for call in calls]
 
 
 def check_tools_shown(text: str, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -75,21 +75,6 @@ def check_tools_shown(text: str, tools: Sequence[Mapping[str, Any]]) -> None:
             f"the chat template shows no tools, and the row has {hidden[0]!r}; leave column "
             "'tools' out, or give the model another template"
         )
-
-
-def _applied(
-    tokenizer: PreTrainedTokenizerBase,
-    chat: list[dict[str, Any]],
-    tools: Sequence[Mapping[str, object]],
-    add_generation_prompt: bool,
-) -> str:
-    text: object = tokenizer.apply_chat_template(
-        chat,
-        tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=add_generation_prompt,
-        tokenize=False,
-    )
-    return str(text)
 
 
 def with_template_variables(
@@ -114,22 +99,13 @@ def with_template_variables(
             raise ConfigError(
                 f"{setting}.{name} is no variable that a chat template leaves open; remove it"
             )
-    head = "".join(
-        "{%- set " + f"{name} = {name} if {name} is defined else {_jinja(value)}" + " -%}"
-        for name, value in variables.items()
-    )
+    head = "{%- set null = none -%}"  # so that JSON's literals are Jinja's
+    for name, value in variables.items():
+        literal = json.dumps(value, ensure_ascii=False)
+        head += "{%- set " + f"{name} = {name} if {name} is defined else {literal}" + " -%}"
     copied = copy.copy(tokenizer)
     copied.chat_template = head + tokenizer.chat_template
     return copied
-
-
-def _jinja(value: object) -> str:
-    """A JSON value as a literal of a template."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_jinja(str(k))}: {_jinja(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_jinja, value)) + "]"
-    return "none" if value is None else repr(value)
 
 
 @contextmanager
@@ -165,11 +141,6 @@ def check_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message])
             )
 
 
-def is_continued(messages: Sequence[Message]) -> bool:
-    """Whether the last message is the assistant's, which a prompt leaves open."""
-    return len(messages) > 0 and messages[-1]["role"] == "assistant"
-
-
 def plain_lines(messages: Sequence[Message]) -> str:
     """Messages as a tokenizer without a chat template gets them."""
     labels = {"user": "Question: ", "assistant": "Answer: "}
@@ -198,9 +169,9 @@ def marked_parts(
         return_assistant_tokens_mask=True,
         **special,
     )
-    inside = [False] * length
-    for first, last in rendered[1][0]:
-        for at in range(max(first - start, 0), min(last - start, length)):
-            inside[at] = True
-    edges = [0, *(at for at in range(1, length) if inside[at] != inside[at - 1]), length]
-    return [(first, last, inside[first]) for first, last in pairwise(edges)]
+    marked = [(first - start, last - start) for first, last in rendered[1][0]]
+    edges = sorted({0, length, *(min(max(at, 0), length) for span in marked for at in span)})
+    return [
+        (first, last, any(begin <= first < end for begin, end in marked))
+        for first, last in pairwise(edges)
+    ]

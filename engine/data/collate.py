@@ -6,8 +6,7 @@ The layout is that of `engine.batch`. It loads no pandas.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,8 +17,7 @@ from engine.data.rows import check_names, reward_model
 from engine.errors import ConfigError, DataError
 
 
-@dataclass(frozen=True, slots=True)
-class SFTExample:
+class SFTExample(NamedTuple):
     """A prompt and what follows it, of which the assistant's turns are learned."""
 
     prompt_ids: list[int]  # e.g. [2, 17, 9, 3]

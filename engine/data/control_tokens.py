@@ -17,13 +17,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from engine.data.cells import row_numbers, texts_of
+from engine.data.rows import CONVERSATIONS
 from engine.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_ENCODED = ("prompt", "response", "chosen", "rejected", "completion")  # columns that become tokens
 _known: WeakKeyDictionary[PreTrainedTokenizerBase, ControlTokens] = WeakKeyDictionary()
 
 
@@ -48,7 +48,7 @@ def rows_spelling_control_tokens(
     by `numbers` (without any: from 0); "escape" and "drop" are the caller's to carry out.
     """
     control = control_tokens(tokenizer)
-    cells = [[row[name] for name in _ENCODED if name in row] for row in rows]
+    cells = [[row[name] for name in CONVERSATIONS if name in row] for row in rows]
     spelling = [i for i, row in enumerate(cells) if any(map(control.spelled_in, row))]
     if spelling and policy == "fail":
         shown = row_numbers([numbers[i] if numbers else i for i in spelling])

@@ -7,12 +7,12 @@ set a finished model has seen is for `engine.promotion.gate` to measure.
 from __future__ import annotations
 
 import re
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
 import pandas as pd
 
 from engine.config import DataConfig
@@ -54,7 +54,7 @@ class HeldOut:
 
     @classmethod
     def of(cls, config: DataConfig) -> HeldOut:
-        """With the prompts of the evaluation sets in `data.decontaminate.against`."""
+        """Hold out the prompts of the evaluation sets in `data.decontaminate.against`."""
         settings = config.decontaminate
         held_out = cls(settings.ngram, settings.overlap)
         for address in settings.against:
@@ -141,42 +141,24 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(_WORD.findall(text.casefold()))
 
 
-_KEY = np.dtype("S16")
-
-
 class SeenPrompts:
-    """A set of keys of 16 bytes: the recent ones in a set, the others in sorted arrays.
-
-    Arrays are merged by size, so that N keys are in about log2(N / 65536) of them.
+    """A set of keys in a temporary database, of which 32 MiB at most are in memory.
 
     >>> seen = SeenPrompts()
     >>> [seen.add(key) for key in (b"a" * 16, b"b" * 16, b"a" * 16)]
     [True, True, False]
     """
 
-    def __init__(self, recent: int = 1 << 16) -> None:
-        """`recent` keys are in a Python set, at some 100 bytes each."""
-        self._limit, self._recent = recent, set[bytes]()
-        self._sorted: list[np.ndarray[tuple[int], np.dtype[np.bytes_]]] = []  # largest first
+    def __init__(self) -> None:
+        self._database = sqlite3.connect("", isolation_level=None)
+        for statement in (
+            "PRAGMA cache_size = -32768",  # KiB
+            "PRAGMA journal_mode = OFF",
+            "CREATE TABLE seen (key BLOB PRIMARY KEY) WITHOUT ROWID",
+            "BEGIN",
+        ):
+            self._database.execute(statement)
 
     def add(self, key: bytes) -> bool:
         """Add a key; return whether it is new."""
-        if key in self._recent or any(_holds(array, key) for array in self._sorted):
-            return False
-        self._recent.add(key)
-        if len(self._recent) >= self._limit:
-            self._merge()
-        return True
-
-    def _merge(self) -> None:
-        array = np.fromiter(self._recent, _KEY, len(self._recent))
-        self._recent.clear()
-        while self._sorted and len(self._sorted[-1]) <= len(array):
-            array = np.concatenate([self._sorted.pop(), array])
-        array.sort()
-        self._sorted.append(array)
-
-
-def _holds(array: np.ndarray[tuple[int], np.dtype[np.bytes_]], key: bytes) -> bool:
-    at = int(array.searchsorted(np.bytes_(key)))
-    return at < len(array) and bytes(array[at]) == key.rstrip(b"\0")  # NumPy drops NULs at the end
+        return self._database.execute("INSERT OR IGNORE INTO seen VALUES (?)", (key,)).rowcount == 1

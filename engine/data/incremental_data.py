@@ -8,8 +8,6 @@ files at any depth below. A file is new at a kick-off if its day is not after th
 last written at or before it, and its content was not ingested before. So the same kick-off finds
 the same files whenever it runs, and a file that is added late to a past day's folder is ingested
 once, by the next kick-off.
-
-`engine.data.contract` checks the rows; `engine.stages.dataset` keeps the ledger.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class PromptLoader:
             self._order.observe(row, rate)
 
     def state_dict(self) -> dict[str, object]:
-        """Where the loader is: plain values, fit for JSON."""
+        """Return where the loader is, as plain values, fit for JSON."""
         data = {"rows": len(self._rows), "digest": self._digest}
         return self._order.state_dict() | self._settings | data
 
@@ -162,10 +162,8 @@ def add_prompt_ids(
     if truncation is not None:
         complete = encode_prompts(tokenizer, prompts, path, numbers)
         ids: Sequence[list[int] | None] = [truncation.cut(tokens) for tokens in complete]
-    elif not limit:
-        ids = encode_prompts(tokenizer, prompts, path, numbers)
     else:
-        ids = encode_short_prompts(tokenizer, prompts, limit, path, numbers)
+        ids = encode_short_prompts(tokenizer, prompts, limit or 1 << 40, path, numbers)
     long = [i for i, tokens in zip(numbers, ids, strict=True) if tokens is None]
     if long and way_out:
         raise DataError(

@@ -96,10 +96,19 @@ def _calls(cell: object, where: str) -> list[dict[str, Any]]:
                 f"{where}: {brief(call)} is no call of a tool; give "
                 '{"type": "function", "function": {"name": …, "arguments": …}}'
             )
-        called = {"name": name, "arguments": _arguments(function.get("arguments"), where)}
-        number = {} if is_missing(call.get("id")) else {"id": str(call["id"])}
-        calls.append({**number, "type": "function", "function": called})
+        arguments = _arguments(function.get("arguments"), where)
+        calls.append(_call(call.get("id"), {"name": name, "arguments": arguments}))
     return calls
+
+
+def _call(call_id: object, function: dict[str, Any]) -> dict[str, Any]:
+    """A call of a tool in OpenAI's form."""
+    has_id = not is_missing(call_id)
+    return ({"id": str(call_id)} if has_id else {}) | {"type": "function", "function": function}
+
+
+def _as_json(value: object) -> str:
+    return json.dumps(value, default=plain, ensure_ascii=False)
 
 
 def _arguments(value: object, where: str) -> str:
@@ -107,8 +116,7 @@ def _arguments(value: object, where: str) -> str:
     if is_missing(value) or (isinstance(value, str) and not value):
         return "{}"
     if isinstance(value, Mapping):
-        kept = {key: entry for key, entry in value.items() if not is_missing(entry)}
-        return json.dumps(kept, default=plain, ensure_ascii=False)
+        return _as_json({key: entry for key, entry in value.items() if not is_missing(entry)})
     try:
         if isinstance(value, str) and isinstance(json.loads(value), dict):
             return value
@@ -121,28 +129,16 @@ def _arguments(value: object, where: str) -> str:
 
 
 def for_template(message: Mapping[str, Any], *, as_text: bool = False) -> dict[str, Any]:
-    """A message as chat templates read it: without what is None, and arguments as an object.
-
-    `as_text` leaves arguments JSON text, as a few templates want them.
-    """
+    """A message as chat templates read it: arguments are an object, or `as_text` JSON text."""
     fields = {k: v for k, v in message.items() if v is not None and k != "weight"}
-    calls = fields.get("tool_calls")
-    if calls is None or not len(calls):
-        fields.pop("tool_calls", None)
-        return fields
-    fields["tool_calls"] = made = []
-    for call in calls:
+    calls = list[dict[str, Any]]()
+    for call in fields.pop("tool_calls", ()):
         function = dict(call.get("function", call))
-        arguments = function.get("arguments") or {}
-        if as_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, default=plain, ensure_ascii=False)
-        elif isinstance(arguments, str) and not as_text:
-            arguments = json.loads(arguments)
-        number = {} if call.get("id") is None else {"id": call["id"]}
-        made.append(
-            {**number, "type": "function", "function": {**function, "arguments": arguments}}
-        )
-    return fields
+        arguments: Any = function.get("arguments") or {}
+        if as_text != isinstance(arguments, str):
+            arguments = _as_json(arguments) if as_text else json.loads(arguments)
+        calls.append(_call(call.get("id"), {**function, "arguments": arguments}))
+    return fields | ({"tool_calls": calls} if calls else {})
 
 
 def row_tools(cell: object, where: str) -> list[dict[str, Any]]:

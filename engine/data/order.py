@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 State = dict[str, Any]  # fit for JSON
 
-BLOCK = 1024  # draws of a source made at once
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
@@ -210,13 +209,12 @@ class WeightedOrder:
         weights: Mapping[str, float],
         seed: int,
     ) -> None:
-        """By source: its rows, the order among them, and its weight."""
+        """Take each source's rows, the order among them, and its weight."""
         self._names, self._seed, self._rows, self._orders = sorted(rows), seed, rows, orders
         self._weights = np.asarray([weights[name] for name in self._names], dtype=float)
         # By row: its source, and its index there.
         self._index = {row: (n, i) for n, rows in rows.items() for i, row in enumerate(rows)}
         self._drawn = 0
-        self._block = self._draw_block()
 
     @property
     def epoch(self) -> int:
@@ -225,10 +223,8 @@ class WeightedOrder:
 
     def next(self) -> int:
         """The next row; DataError where every source has ended."""
-        draw = self._block[self._drawn % BLOCK]
+        draw = np.random.default_rng([self._seed, self._drawn, 2]).random()
         self._drawn += 1
-        if self._drawn % BLOCK == 0:
-            self._block = self._draw_block()
         open_ = np.asarray([not self._orders[name].ended for name in self._names])
         bounds = np.cumsum(self._weights * (open_ if open_.any() else 1))
         name = self._names[int(np.searchsorted(bounds, draw * bounds[-1], side="right"))]
@@ -244,12 +240,8 @@ class WeightedOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._drawn = int(state["drawn"])
-        self._block = self._draw_block()
         for name, order in self._orders.items():
             order.load_state_dict(state["sources"][name])
-
-    def _draw_block(self) -> NDArray[np.float64]:
-        return np.random.default_rng([self._seed, self._drawn // BLOCK, 2]).random(BLOCK)
 
 
 Order = EpochOrder | WeightedOrder  # endless, or until every row was used enough

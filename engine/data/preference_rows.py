@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ def read_preference_rows(
 
     A pair gives two rows with labels where labels are asked for. Raises as `MappedRows` does.
     """
-    mapper = PreferenceMapper(config, kind)
+    mapper = partial(preference_row, RowMapper(config), kind)
     files = []
     for file in (file for address in addresses for file in data_files(address)):
         mapped, rows, numbers = MappedRows(file, config, mapper=mapper), list[Row](), list[int]()
@@ -48,32 +49,27 @@ def read_preference_rows(
     return files
 
 
-class PreferenceMapper:
-    """Turns rows of files into canonical rows, as `data.columns` and `data.templates` say.
+def preference_row(mapper: RowMapper, kind: Kind, raw: Row, where: str) -> Row:
+    """Turn a row of a file into a canonical one; DataError that begins with `where` for none.
 
-    >>> mapper = PreferenceMapper(RowsConfig(columns={"chosen": "better"}), "pairs")
-    >>> mapper({"prompt": "1+1?", "better": "2", "rejected": "3"}, "d.jsonl, row 1")
+    >>> mapper = RowMapper(RowsConfig(columns={"chosen": "better"}))
+    >>> row = {"prompt": "1+1?", "better": "2", "rejected": "3"}
+    >>> preference_row(mapper, "pairs", row, "d.jsonl, row 1")
     {'prompt': [{'role': 'user', 'content': '1+1?'}], 'chosen': '2', 'rejected': '3', 'margin': 0.0}
     """
-
-    def __init__(self, config: RowsConfig, kind: Kind) -> None:
-        """Raise ConfigError for a template that is not one."""
-        self._mapper, self._kind = RowMapper(config), kind
-
-    def __call__(self, raw: Row, where: str) -> Row:
-        """One canonical row; DataError that begins with `where` for a row that has none."""
-        row = self._mapper.named(raw, where)
-        is_pair = {"chosen", "rejected"} <= row.keys() or self._kind == "pairs"
-        if self._kind == "responses":
-            canonical = _response_row(row, raw, where)
-        elif self._kind == "steps":
-            canonical = _steps_row(row, where)
-        else:
-            canonical = _pair_row(row, where) if is_pair else _labelled_row(row, where)
-        if tools := row_tools(row.get("tools"), where):
-            canonical["tools"] = tools
-        name = "prompt" if "prompt" in canonical else "messages"
-        return canonical | {name: self._mapper.with_system(canonical[name])}
+    row = mapper.named(raw, where)
+    if kind == "responses":
+        canonical = _response_row(row, where)
+    elif kind == "steps":
+        canonical = _steps_row(row, where)
+    elif kind == "pairs" or {"chosen", "rejected"} <= row.keys():
+        canonical = _pair_row(row, where)
+    else:
+        canonical = _labelled_row(row, where)
+    if tools := row_tools(row.get("tools"), where):
+        canonical["tools"] = tools
+    name = "prompt" if "prompt" in canonical else "messages"
+    return canonical | {name: mapper.with_system(canonical[name])}
 
 
 def _pair_row(row: Row, where: str) -> Row:
@@ -104,9 +100,7 @@ def _as_labelled(pair: Row) -> list[Row]:
 
 
 def _steps_row(row: Row, where: str) -> Row:
-    prompt = _prompt(row, where)
-    if prompt is None:
-        raise _missing("prompt", row, where)
+    prompt = prompt_messages(_cell(row, "prompt", where), where)
     cells = (_cell(row, name, where) for name in ("completions", "labels"))
     steps, labels = (list(c) if isinstance(c, list | tuple | np.ndarray) else [] for c in cells)
     if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
@@ -123,7 +117,7 @@ def _steps_row(row: Row, where: str) -> Row:
     return {"prompt": prompt, "completions": steps, "labels": flags}
 
 
-def _response_row(row: Row, raw: Row, where: str) -> Row:
+def _response_row(row: Row, where: str) -> Row:
     if "prompt" not in row and not is_missing(row.get("messages")):
         messages = canonical_messages(row["messages"], f"{where}: column 'messages'")
         roles = [message["role"] for message in messages]
@@ -136,23 +130,23 @@ def _response_row(row: Row, raw: Row, where: str) -> Row:
                 "it with the one before it, or remove it"
             )
         return {"messages": messages}
-    for name, example in (("prompt", "question"), ("response", "answer")):
-        if name not in row:
-            raise _missing(name, raw, where, example)
-    before, said = _response(row["response"], "response", where)
+    prompt = prompt_messages(_cell(row, "prompt", where), where)
+    before, response = _response(_cell(row, "response", where), "response", where)
     if before:
         raise DataError(f"{where}: column 'response' has {len(before) + 1} messages; give one")
-    return {"prompt": prompt_messages(row["prompt"], where), "response": said}
+    return {"prompt": prompt, "response": response}
 
 
 def _conversation(
     row: Row, names: Sequence[str], where: str
-) -> tuple[list[dict[str, Any]], list[Said]]:
+) -> tuple[list[dict[str, Any]], list[Response]]:
     """The messages before the responses `names`, and each of these."""
-    prompt = _prompt(row, where)
+    prompt = None
+    if not is_missing(row.get("prompt")):
+        prompt = prompt_messages(row["prompt"], where)
     heads, responses = [], []
     for name in names:
-        head, said = _response(_cell(row, name, where), name, where)
+        head, response = _response(_cell(row, name, where), name, where)
         if prompt is None and not head:
             raise DataError(
                 f"{where}: there is no column 'prompt', and no message before the response in "
@@ -165,7 +159,7 @@ def _conversation(
                 "one of the two"
             )
         heads.append(head or prompt or [])
-        responses.append(said)
+        responses.append(response)
     if heads[0] != heads[-1]:
         raise DataError(
             f"{where}: 'chosen' and 'rejected' answer different conversations; they must differ in "
@@ -174,14 +168,10 @@ def _conversation(
     return heads[0], responses
 
 
-def _prompt(row: Row, where: str) -> list[dict[str, Any]] | None:
-    return None if is_missing(row.get("prompt")) else prompt_messages(row["prompt"], where)
+Response = str | dict[str, Any]  # what the assistant says: text, or its message where it has more
 
 
-Said = str | dict[str, Any]  # what the assistant says: text, or its message where it has more
-
-
-def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]], Said]:
+def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]], Response]:
     """The messages before a response, which its cell may have, and the response."""
     messages: object = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
     messages = [messages] if isinstance(messages, Mapping) else messages
@@ -212,15 +202,12 @@ def _label(cell: object) -> bool | None:
 
 def _cell(row: Row, name: str, where: str) -> object:
     if name not in row:
-        raise _missing(name, row, where)
+        example = {"prompt": "question", "response": "answer"}.get(name, "…")
+        raise DataError(
+            f"{where}: there is no column {name!r}; name one of {sorted(row)} in data.columns, "
+            f"e.g. data.columns.{name}={example}"
+        )
     return row[name]
-
-
-def _missing(name: str, row: Row, where: str, example: str = "…") -> DataError:
-    return DataError(
-        f"{where}: there is no column {name!r}; name one of {sorted(row)} in data.columns, e.g. "
-        f"data.columns.{name}={example}"
-    )
 
 
 @dataclass(frozen=True, slots=True)

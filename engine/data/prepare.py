@@ -1,7 +1,7 @@
 """From files to verl-compatible Parquet with a card, in bounded memory: `prepare`.
 
 Test rows come first, then validation, then training rows, each without the prompts that a split
-before it has. Memory holds 16 bytes of each prompt and the runs of words of held-out rows.
+before it has. Memory holds the runs of words of held-out rows.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from engine.config import DataConfig
 from engine.data.cells import as_text, is_missing
 from engine.data.decontamination import HeldOut, SeenPrompts, question_text
+from engine.data.messages import FIELDS
 from engine.data.row_files import MappedRows, address_digest, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, prompt_text
 from engine.data.sources import prompt_key, rl_columns
@@ -54,6 +55,7 @@ class ParquetWriter:
         self._path = path
         self._spool = tempfile.TemporaryFile("w+", encoding="utf-8", dir=path.parent)  # noqa: SIM115
         self._kinds: dict[str, pa.DataType] = {}
+        self._fields: set[str] = set()  # of messages
 
     def __enter__(self) -> Self:
         return self
@@ -66,6 +68,7 @@ class ParquetWriter:
     def add(self, row: dict[str, Any]) -> None:
         rule = {name: as_text(value) for name, value in row[RULE].items() if not is_missing(value)}
         extra = {name: _plain(value) for name, value in row[EXTRA].items()}
+        self._fields.update(*row["prompt"])
         for name, value in extra.items():
             if value is not None:
                 kind = _KINDS[type(value)]
@@ -77,9 +80,13 @@ class ParquetWriter:
 
     def _write(self) -> None:
         text = pa.string()
+        function = pa.struct({"name": text, "arguments": text})
+        call = pa.struct({"id": text, "type": text, "function": function})
+        kinds = dict.fromkeys(("role", *FIELDS), text) | {"tool_calls": pa.list_(call)}
+        message = {name: kind for name, kind in kinds.items() if name in self._fields}
         columns = {
             "data_source": text,
-            "prompt": pa.list_(pa.struct({"role": text, "content": text})),
+            "prompt": pa.list_(pa.struct(message)),
             "ability": text,
             RULE: pa.struct({"style": text, TRUTH: text}),
         }

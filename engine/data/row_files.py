@@ -25,7 +25,7 @@ from engine.data.cells import SHOWN, is_missing, row_numbers, texts_of
 from engine.data.rows import RULE, TRUTH
 from engine.errors import ConfigError, DataError, EmptyFileError, EngineError
 from engine.final_answers import DecimalMark, last_boxed, normalise_number
-from engine.storage.filesystem import as_path, is_remote
+from engine.storage.filesystem import as_path, is_hub_id, is_remote
 from engine.storage.json_rows import Numbered, Row
 from engine.storage.readers import is_data_file, list_files, open_file, stream_rows
 
@@ -59,9 +59,13 @@ def parse_address(address: str) -> HubDataset:
 
 
 def hub_commit(dataset: HubDataset) -> str:
-    """The commit (40 hex digits) that a dataset's revision is now; a commit needs no network."""
+    """The commit (40 hex digits) that a dataset's revision is now; a commit needs no network.
+
+    Where the hub doesn't answer it is the one that was read last, if there is any.
+    """
     if _COMMIT.fullmatch(dataset.revision):
         return dataset.revision
+    from datasets import config
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -70,6 +74,10 @@ def hub_commit(dataset: HubDataset) -> str:
         revision = dataset.revision or None
         info = HfApi().dataset_info(dataset.id, revision=revision, timeout=HUB_TIMEOUT_S)
     except (OSError, HTTPError, HFValidationError) as error:
+        cache = Path(config.HF_DATASETS_CACHE) / dataset.id.replace("/", "___")
+        read = [path for path in cache.glob("*/*/*") if _COMMIT.fullmatch(path.name)]
+        if read and not dataset.revision:
+            return max(read, key=lambda path: path.stat().st_mtime).name
         raise DataError(
             f"the Hugging Face hub gives no dataset {dataset.id!r}"
             f"{f' at {dataset.revision!r}' if dataset.revision else ''} ({type(error).__name__}); "
@@ -133,7 +141,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "validation": ("validation", "valid", "val", "dev", "eval"),
     "test": ("test", "testing"),
 }
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+([@:].+)?")
 
 
 def split_addresses(
@@ -153,7 +160,7 @@ def split_addresses(
             "data.path is empty; with data.source=files give a file, a folder, an s3:// prefix or "
             "hf://ID"
         )
-    if not is_remote(path) and not as_path(path).exists() and _HUB_ID.fullmatch(path):
+    if is_hub_id(path):
         path = HUB + path
     splits: dict[str, list[str]] = {}
     if path.startswith(HUB):
@@ -212,14 +219,6 @@ def address_digest(address: str) -> str:
         return hashlib.file_digest(cast(Any, file), "sha256").hexdigest()
 
 
-_CONVERSATIONS = (
-    "prompt",
-    "response",
-    "chosen",
-    "rejected",
-    "completion",
-    "messages",
-)  # columns of messages, or text
 LONGEST_TEXT = 4_000_000  # characters of one cell: a million tokens, more than any model reads
 
 
@@ -332,7 +331,7 @@ def _value(raw: Row, path: str) -> object:
 
 def _check_text(value: object, column: str, where: str) -> None:
     """Refuse text that no model reads: with a NUL, or of megabytes."""
-    for text in texts_of(value) if isinstance(value, str) or column in _CONVERSATIONS else ():
+    for text in texts_of(value) if isinstance(value, str) or column in rows.CONVERSATIONS else ():
         if len(text) > LONGEST_TEXT:
             raise DataError(
                 f"{where}: column {column!r} has {len(text):,} characters, more than "

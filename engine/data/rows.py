@@ -20,6 +20,8 @@ from engine.storage import json_rows
 from engine.storage.json_rows import Row
 
 M = TypeVar("M", bound=Mapping[str, Any])  # a chat message
+# Columns of messages, or of text that becomes tokens.
+CONVERSATIONS = ("prompt", "response", "chosen", "rejected", "completion", "messages")
 EXTRA, RULE, TRUTH = "extra_info", "reward_model", "ground_truth"  # columns, and a field
 
 
@@ -54,9 +56,14 @@ def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     return "\n".join(str(message["content"]) for message in prompt)
 
 
+def is_continued(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last message is the assistant's, which a prompt leaves open."""
+    return len(messages) > 0 and messages[-1]["role"] == "assistant"
+
+
 def answered_messages(prompt: Sequence[M]) -> Sequence[M]:
     """The messages of a prompt that a turn answers: without what it has begun of the turn."""
-    return prompt[:-1] if prompt[-1]["role"] == "assistant" else prompt
+    return prompt[:-1] if is_continued(prompt) else prompt
 
 
 def normalise(text: str) -> str:

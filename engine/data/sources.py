@@ -49,8 +49,7 @@ class Splits:
     evaluation: Mapping[str, pd.DataFrame] = field(default_factory=dict)  # further test sets
 
     def frames(self) -> dict[str, pd.DataFrame]:
-        names = ("sft_train", "sft_validation", "train", "validation", "test")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in SPLITS}
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """The five tables and, as `test_<name>`, the evaluation sets."""
@@ -253,7 +252,7 @@ class _Pool:
                 if key not in keys and key not in self._seen:
                     keys.add(key)
                     self.distinct += 1
-                    rank = _drawn(f"{self.seed}/{split}/{self.distinct}")
+                    rank = draw_key(f"{self.seed}/{split}/{self.distinct}")
                     yield rank, self.distinct, (number, row)
             self.notes += mapped.notes()
 
@@ -264,7 +263,7 @@ def prompt_key(row: Row) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _drawn(name: str) -> bytes:
+def draw_key(name: str) -> bytes:
     """8 bytes that look random, the same for a name, by which rows are ordered."""
     return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
@@ -308,7 +307,7 @@ def read_evaluation_sets(
         rows, size = _evaluation_rows(settings, config, notes), settings.size
         if size and len(rows) > size:
             notes.append(f"{settings.split}: {size} of {len(rows)} rows, by seed")
-            order = sorted(range(len(rows)), key=lambda i: _drawn(f"{seed}/{settings.name}/{i}"))
+            order = sorted(range(len(rows)), key=lambda i: draw_key(f"{seed}/{settings.name}/{i}"))
             rows = [rows[i] for i in sorted(order[:size])]
         frames[settings.name] = uniform_columns(pd.DataFrame(rows, dtype=object))
     return frames, tuple(notes)

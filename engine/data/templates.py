@@ -10,11 +10,10 @@ is no bijection).
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from engine.data.chat_template import (
@@ -22,20 +21,18 @@ from engine.data.chat_template import (
     Message,
     check_roles,
     check_tools_shown,
-    is_continued,
     marked_parts,
     plain_lines,
     refusals,
     render,
 )
+from engine.data.collate import SFTExample
 from engine.data.control_tokens import control_tokens
+from engine.data.rows import answered_messages, is_continued
 from engine.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedTokenizerBase
-
-
-FROM_0 = range(sys.maxsize)
 
 
 def encode_prompt(
@@ -48,7 +45,7 @@ def encode_prompt(
     Where the last message is the assistant's, its text begins the turn, which is continued. `tools`
     are JSON schemas for the template to show. A tokenizer without a chat template gets plain text,
     "Question: …\\nAnswer:", with the tokenizer's own start token where it has one, and no tools.
-    Raises DataError for a role that neither `ROLES` nor the template has.
+    Raises DataError for a role that neither `ROLES` nor the template has, and for an empty text.
     """
     check_roles(tokenizer, messages)
     chat, encode = _escaped(tokenizer, messages)
@@ -64,15 +61,17 @@ def _generation_text(
     tools: Sequence[Mapping[str, object]],
 ) -> str:
     """The template's text up to where the assistant speaks, or goes on."""
-    if not is_continued(chat):
-        return render(tokenizer, chat, tools, True)
-    *before, begun = chat
-    if not before:
+    before = answered_messages(chat)
+    if chat and not before:
         raise DataError("a prompt is the assistant's message alone; put the user's before it")
-    _check_plain(begun)
     text = render(tokenizer, before, tools, True)
-    said = str(begun["content"])
-    return text + _after_opening(turn_format(tokenizer).opening, said, is_whole=False)
+    for begun in chat[len(before) :]:
+        _check_plain(begun)
+        opening = turn_format(tokenizer).opening
+        text += _after_opening(opening, str(begun["content"]), is_whole=False)
+    if not text:
+        raise DataError("the chat template makes no tokens of the prompt; change its messages")
+    return text
 
 
 def _escaped(
@@ -123,17 +122,15 @@ def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Iterable[Sequence[Message]],
     name: str,
-    numbers: Iterable[int] = FROM_0,
+    numbers: Sequence[int] = (),
 ) -> list[list[int]]:
-    """Encode the prompts of the table `name`, whose rows have these `numbers`.
+    """Encode the prompts of the table `name`, whose rows have these `numbers`; without any: from 0.
 
     Raises DataError that names the first row which the chat template refuses, and ModelError for a
     template that is wrong by itself.
     """
-    return [
-        encode_row(tokenizer, prompt, f"{name}, row {i}")
-        for i, prompt in zip(numbers, prompts, strict=False)
-    ]
+    encoded = encode_short_prompts(tokenizer, prompts, 1 << 40, name, numbers)
+    return [ids for ids in encoded if ids is not None]
 
 
 def encode_short_prompts(
@@ -141,41 +138,26 @@ def encode_short_prompts(
     prompts: Iterable[Sequence[Message]],
     limit: int,
     name: str,
-    numbers: Iterable[int] = FROM_0,
+    numbers: Sequence[int] = (),
 ) -> list[list[int] | None]:
     """Encode prompts as `encode_prompts` does; None for one of more than `limit` tokens."""
     # Megabytes would take minutes to encode.
     max_characters = 4 * limit * max(map(len, tokenizer.get_vocab()), default=1)
     encoded: list[list[int] | None] = []
-    for i, prompt in zip(numbers, prompts, strict=False):
-        where = f"{name}, row {i}"
-        too_long = sum(len(message["content"]) for message in prompt) > max_characters
-        if too_long and tokenizer.chat_template:  # which may leave messages out
-            with refusals(tokenizer, where):
-                too_long = len(render(tokenizer, prompt, (), True)) > max_characters
-        ids = [] if too_long else encode_row(tokenizer, prompt, where)
-        encoded.append(None if too_long or len(ids) > limit else ids)
+    for i, prompt in enumerate(prompts):
+        with refusals(tokenizer, f"{name}, row {numbers[i] if numbers else i}"):
+            characters = sum(len(message["content"]) for message in prompt)
+            if characters > max_characters and tokenizer.chat_template:  # it may leave some out
+                characters = len(render(tokenizer, prompt, (), True))
+            ids = encode_prompt(tokenizer, prompt) if characters <= max_characters else None
+        encoded.append(None if ids is None or len(ids) > limit else ids)
     return encoded
-
-
-def encode_row(
-    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], where: str
-) -> list[int]:
-    """Encode a row's prompt as `encode_prompt` does; errors begin with `where`."""
-    with refusals(tokenizer, where):
-        ids = encode_prompt(tokenizer, prompt)
-        if not ids:
-            raise ValueError("it makes no tokens of it")
-        return ids
 
 
 def encode_text(
     tokenizer: PreTrainedTokenizerBase, text: str, *, continues: bool = False
 ) -> list[int]:
-    """Encode a prompt in the model's own format, in which control tokens are control tokens.
-
-    One that `continues` another gets no start token.
-    """
+    """Encode a prompt in the model's own format; one that `continues` another gets no start."""
     return [int(i) for i in tokenizer.encode(text, add_special_tokens=not continues)]
 
 
@@ -195,65 +177,43 @@ def encode_response(
     return [*map(int, tokenizer.encode(said, add_special_tokens=False)), end]
 
 
-class EncodedTurn(NamedTuple):
-    """A prompt, and the assistant's turn after it."""
-
-    prompt_ids: list[int]
-    response_ids: list[int]  # to its end token
-    learned: list[bool]  # of each of them: false outside of a template's {% generation %}
-
-
 def encode_turn(
     tokenizer: PreTrainedTokenizerBase,
     before: Sequence[Message],
     message: Message,
     tools: Sequence[Mapping[str, object]] = (),
-) -> EncodedTurn:
+) -> SFTExample:
     """The tokens of a prompt, and of the assistant's message after it as a policy samples them.
 
-    They are what the template writes of it after the generation prompt, to its end token. Raises
-    DataError as `encode_prompt` and `encode_response` do, and where the template leaves out what
-    the message holds besides.
+    They are what the template writes of it after the generation prompt, to its end token; outside
+    of the template's {% generation %} they are not learned. Raises DataError as `encode_prompt` and
+    `encode_response` do, and where the template leaves out what the message holds besides.
     """
-    if is_continued(before) or not tokenizer.chat_template:
-        return _encode_plain_turn(tokenizer, before, message)
+    if is_continued(before) or not tokenizer.chat_template:  # which no template writes
+        _check_plain(message)
+        ids = encode_response(tokenizer, message["content"], continues=is_continued(before))
+        return SFTExample(encode_prompt(tokenizer, before), ids, [True] * len(ids))
     check_roles(tokenizer, [*before, message])
     turns = turn_format(tokenizer)
     chat, encode = _escaped(tokenizer, [*before, message])
     opened = _generation_text(tokenizer, chat[:-1], tools)
     prompt = encode(opened, add_special_tokens=False)
-    if not prompt:
-        raise DataError("the chat template makes no tokens of the prompt")
     written = render(tokenizer, chat, tools, False)
     check_tools_shown(written, tools)
-    said = _said(turns, opened, written, chat[-1])
-    end = max((said.rfind(end) + len(end) for end in turns.ends if end in said), default=0)
-    if not end:  # a template without an end token
-        ids = encode(said.removesuffix(turns.tail), add_special_tokens=False)
-        ids = [*ids, end_token_id(tokenizer)]
-        return EncodedTurn(prompt, ids, [True] * len(ids))
-    if not turns.joins:  # the tokenizer writes the begin of a text otherwise
-        whole = encode(opened + said[:end], add_special_tokens=False)
-        if whole[: len(prompt)] == prompt:
-            ids = whole[len(prompt) :]
-            return EncodedTurn(prompt, ids, [True] * len(ids))
-    start, ids, learned = len(written) - len(said), list[int](), list[bool]()
-    is_marked = MARKERS.search(str(tokenizer.chat_template)) and written.endswith(said)
+    rest = _rest_of_turn(turns, opened, written, chat[-1])
+    end = max((rest.rfind(end) + len(end) for end in turns.ends if end in rest), default=0)
+    more = () if end else (end_token_id(tokenizer),)  # of a template without any
+    end = end or len(rest.removesuffix(turns.tail))
+    start, ids, learned = len(written) - len(rest), [*prompt], list[bool]()
+    is_marked = MARKERS.search(str(tokenizer.chat_template)) and written.endswith(rest)
     spans = marked_parts(tokenizer, chat, tools, start, end) if is_marked else [(0, end, True)]
     for first, last, learn in spans:
-        part = encode(said[first:last], add_special_tokens=False)
+        # After the text before it, as the first token of a text may be another (SentencePiece).
+        whole = encode(opened + rest[:last], add_special_tokens=False)
+        joins = whole[: len(ids)] == ids
+        part = whole[len(ids) :] if joins else encode(rest[first:last], add_special_tokens=False)
         ids, learned = ids + part, learned + [learn] * len(part)
-    return EncodedTurn(prompt, ids, learned)
-
-
-def _encode_plain_turn(
-    tokenizer: PreTrainedTokenizerBase, before: Sequence[Message], message: Message
-) -> EncodedTurn:
-    """A turn that no template writes: there is none, or the prompt has begun it."""
-    _check_plain(message)
-    said = str(message["content"])
-    ids = encode_response(tokenizer, said, continues=is_continued(before))
-    return EncodedTurn(encode_prompt(tokenizer, before), ids, [True] * len(ids))
+    return SFTExample(prompt, [*ids[len(prompt) :], *more], learned + [True] * len(more))
 
 
 def _check_plain(message: Message) -> None:
@@ -266,14 +226,14 @@ def _check_plain(message: Message) -> None:
         )
 
 
-def _said(turns: TurnFormat, opened: str, written: str, message: Message) -> str:
-    """What a conversation's text `written` has of its last message after the prompt `opened`."""
+def _rest_of_turn(turns: TurnFormat, opened: str, written: str, message: Message) -> str:
+    """Return what follows the prompt `opened` in `written`, a conversation with its answer."""
     content, thought = str(message["content"] or ""), str(message.get("reasoning_content") or "")
     answer = content.rpartition(_END_OF_THOUGHT)[2].strip()
     if message.get("tool_calls") and answer not in written:
         raise DataError("the chat template leaves out content beside tool_calls; remove it")
     if written.startswith(opened):
-        said = written.removeprefix(opened)
+        rest = written.removeprefix(opened)
     else:
         head = opened[: len(opened) - len(turns.opening)]
         if not written.startswith(head):
@@ -281,17 +241,17 @@ def _said(turns: TurnFormat, opened: str, written: str, message: Message) -> str
                 "the chat template doesn't write an answer after what it writes for one to come; "
                 "give the model another template"
             )
-        said = written.removeprefix(head)
-        if _END_OF_THOUGHT in content and _END_OF_THOUGHT not in said:  # it leaves thoughts out
+        rest = written.removeprefix(head)
+        if _END_OF_THOUGHT in content and _END_OF_THOUGHT not in rest:  # it leaves thoughts out
             if not message.get("tool_calls"):
                 return _after_opening(turns.opening, content + turns.tail)
             thought = content.partition(_END_OF_THOUGHT)[0].replace(_THOUGHT, "", 1)
-    if thought.strip() in said:
-        return said if written.startswith(opened) else _after_opening(turns.opening, said)
+    if thought.strip() in rest:
+        return rest if written.startswith(opened) else _after_opening(turns.opening, rest)
     if _THOUGHT not in turns.opening:
         raise _thought_left_out()
     return _after_opening(
-        turns.opening, f"{_THOUGHT}\n{thought.strip()}\n{_END_OF_THOUGHT}\n\n{said.lstrip()}"
+        turns.opening, f"{_THOUGHT}\n{thought.strip()}\n{_END_OF_THOUGHT}\n\n{rest.lstrip()}"
     )
 
 
@@ -307,10 +267,7 @@ def _thought_left_out() -> DataError:
 
 
 def _after_opening(opening: str, text: str, *, is_whole: bool = True) -> str:
-    """What follows `opening` in a turn's text, which may begin with it.
-
-    A thought that the prompt has opened is closed where a whole turn has none.
-    """
+    """Return a turn's text after the `opening` of its prompt; close a thought that it lacks."""
     begun, bare = text.lstrip(), opening.strip()
     if not bare:
         return text
@@ -342,7 +299,6 @@ class TurnFormat:
     ends: tuple[str, ...]  # tokens that end a turn, of words and of tool calls
     end_ids: tuple[int, ...]  # the same as ids; without any in the template the tokenizer's eos
     start_id: int | None = None  # the token that the header begins with, if it is a control token
-    joins: bool = True  # whether prompt and turn, encoded apart, are the conversation's tokens
 
 
 _formats: WeakKeyDictionary[PreTrainedTokenizerBase, tuple[object, TurnFormat]] = (
@@ -378,14 +334,10 @@ def _rendered_format(tokenizer: PreTrainedTokenizerBase) -> TurnFormat:
         for text in (answered, continued)
         if _TURN in text
     ]
-    header = _common_start([before, *headers]).partition(_THOUGHT)[0]
+    header = before[: common_length(before, *headers)].partition(_THOUGHT)[0]
     tail = answered.rpartition(_TURN)[2]
     ends = _turn_ends(tokenizer, tail)
-    said = answered.removeprefix(asked)
-    whole, prompt_ids, said_ids, header_ids = (
-        tokenizer.encode(text, add_special_tokens=False)
-        for text in (asked + said, asked, said, header)
-    )
+    header_ids = tokenizer.encode(header, add_special_tokens=False)
     return TurnFormat(
         header,
         before.removeprefix(header),
@@ -393,7 +345,6 @@ def _rendered_format(tokenizer: PreTrainedTokenizerBase) -> TurnFormat:
         tuple(str(token) for token in tokenizer.convert_ids_to_tokens(ends)),
         tuple(ends) or eos,
         next((i for i in header_ids[:1] if i in tokenizer.added_tokens_decoder), None),
-        prompt_ids + said_ids == whole,
     )
 
 
@@ -408,10 +359,10 @@ def _turn_ends(tokenizer: PreTrainedTokenizerBase, tail: str) -> list[int]:
     return ends if set(special) & set(ends) else [*ends, *special[-1:]]
 
 
-def _common_start(texts: Sequence[str]) -> str:
-    """The longest text that all of them begin with."""
-    same = takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
-    return "".join(letters[0] for letters in same)
+def common_length(*sequences: Sequence[object]) -> int:
+    """How many items, e.g. tokens, all sequences begin with in common."""
+    same = takewhile(lambda items: len({*items}) == 1, zip(*sequences, strict=False))
+    return sum(1 for _ in same)
 
 
 def _rendered(
@@ -474,10 +425,7 @@ def decode_response(
 
 
 def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that ends a response, of the template or else the tokenizer's eos.
-
-    Raises ModelError where neither is defined.
-    """
+    """The token that ends a response, the template's or else the tokenizer's; or ModelError."""
     ends = turn_format(tokenizer).end_ids
     if not ends:
         raise ModelError(
@@ -503,11 +451,9 @@ def stop_token_ids(
 
 def add_stop_tokens(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let whoever samples by a generation config stop at the end of a turn, in place."""
+    ends = turn_format(tokenizer).end_ids if tokenizer.chat_template else ()
     known = config.eos_token_id
-    known = [] if known is None else [known] if isinstance(known, int) else known
-    if not tokenizer.chat_template or not turn_format(tokenizer).end_ids:
-        return
-    if not {*turn_format(tokenizer).end_ids} <= {*known}:
+    if not {*ends} <= ({known} if isinstance(known, int) else {*(known or ())}):
         config.eos_token_id = list(stop_token_ids(tokenizer, config))
 
 

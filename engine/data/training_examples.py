@@ -9,7 +9,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
 
 import torch
@@ -25,7 +25,7 @@ from engine.storage.json_rows import Row
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from engine.data.preference_rows import Kind, Said
+    from engine.data.preference_rows import Kind, Response
 
 _log = logging.getLogger(__name__)
 
@@ -103,13 +103,12 @@ def read_sft_examples(
 
     templates.end_token_id(tokenizer)  # else every row would be refused for it
 
-    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> list[SFTExample]:
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[SFTExample]:
         if "messages" not in row:
-            return [SFTExample(*_turn(tokenizer, row, row["response"], where))]
-        with refusals(tokenizer, where):
-            return conversation_examples(tokenizer, row["messages"], row.get("tools", ()), train_on)
+            return [_turn(tokenizer, row, row["response"])]
+        return conversation_examples(tokenizer, row["messages"], row.get("tools", ()), train_on)
 
-    return _read_each(paths, tokenizer, "responses", encode, **options)
+    return _read(paths, tokenizer, "responses", encode, **options)
 
 
 def conversation_examples(
@@ -129,8 +128,7 @@ def conversation_examples(
         turns = [i for i in turns if i == len(messages) - 1]
     examples: list[SFTExample] = []
     for i in turns:
-        turn = templates.encode_turn(tokenizer, messages[:i], messages[i], tools)
-        example = SFTExample(*turn)
+        example = templates.encode_turn(tokenizer, messages[:i], messages[i], tools)
         if examples and (joined := _joined(examples[-1], example)) is not None:
             examples[-1] = joined
         else:
@@ -160,22 +158,18 @@ def read_preferences(
     kind: Kind = "pairs",
     **options: Unpack[ReadOptions],
 ) -> list[PreferenceExample]:
-    """Read and encode the pairs, or labelled completions, of files, folders, s3://… or hf://….
-
-    Examples:
-        >>> pairs = read_preferences("pairs.jsonl", tokenizer)  # doctest: +SKIP
-    """
+    """Read and encode the pairs, or labelled completions, of files, folders, s3://… or hf://…."""
 
     templates.end_token_id(tokenizer)
 
-    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PreferenceExample:
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[PreferenceExample]:
         if "label" in row:
-            prompt, completion, _ = _turn(tokenizer, row, row["completion"], where)
-            return LabelledExample(prompt, completion, row["label"])
-        prompt, chosen, _ = _turn(tokenizer, row, row["chosen"], where)
-        _, rejected, _ = _turn(tokenizer, row, row["rejected"], where)
-        _check_differ(chosen, rejected, where)
-        return PairExample(prompt, chosen, rejected, row["margin"])
+            prompt, completion, _ = _turn(tokenizer, row, row["completion"])
+            return [LabelledExample(prompt, completion, row["label"])]
+        prompt, chosen, _ = _turn(tokenizer, row, row["chosen"])
+        _, rejected, _ = _turn(tokenizer, row, row["rejected"])
+        _check_differ(chosen, rejected)
+        return [PairExample(prompt, chosen, rejected, row["margin"])]
 
     return _read(path, tokenizer, kind, encode, **options)
 
@@ -188,16 +182,16 @@ def read_reward_pairs(
     What chosen and rejected begin with in common counts as the prompt, which is computed once.
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> PairExample:
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[PairExample]:
         chosen, rejected = (
-            _conversation(tokenizer, row, row[side], where) for side in ("chosen", "rejected")
+            _conversation(tokenizer, row, row[side]) for side in ("chosen", "rejected")
         )
-        _check_differ(chosen, rejected, where)
+        _check_differ(chosen, rejected)
         longest = min(len(chosen), len(rejected)) - 1
         if longest < 1:
-            raise DataError(f"{where}: one of its conversations is too short; remove the row")
-        shared = max(1, min(longest, _common(chosen, rejected)))
-        return PairExample(chosen[:shared], chosen[shared:], rejected[shared:], row["margin"])
+            raise DataError("one of its conversations is too short; remove the row")
+        shared = max(1, min(longest, templates.common_length(chosen, rejected)))
+        return [PairExample(chosen[:shared], chosen[shared:], rejected[shared:], row["margin"])]
 
     return _read(path, tokenizer, "pairs", encode, **options)
 
@@ -215,19 +209,17 @@ def read_steps(
     sentence, for bad rows. The reward `process_reward_model` ends steps at the same tokens.
     """
 
-    def encode(tokenizer: PreTrainedTokenizerBase, row: Row, where: str) -> StepExample:
+    def encode(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[StepExample]:
         steps: list[str] = row["completions"]
-        ids, ends = _conversation(tokenizer, row, separator.join(steps), where), list[int]()
+        ids, ends = _conversation(tokenizer, row, separator.join(steps)), list[int]()
         for i in range(1, len(steps)):
-            begin = _conversation(tokenizer, row, separator.join([*steps[:i], ""]), where)
-            ends.append(_common(ids, begin) - 1)
+            begin = _conversation(tokenizer, row, separator.join([*steps[:i], ""]))
+            ends.append(templates.common_length(ids, begin) - 1)
         ends.append(len(ids) - 1)
         if ends[0] < 1 or any(b <= a for a, b in pairwise(ends)):
-            raise DataError(
-                f"{where}: two of its steps end in one token; join them, or split elsewhere"
-            )
-        first = ends[0]
-        return StepExample(ids[:first], ids[first:], [end - first for end in ends], row["labels"])
+            raise DataError("two of its steps end in one token; join them, or split elsewhere")
+        first, labels = ends[0], row["labels"]
+        return [StepExample(ids[:first], ids[first:], [end - first for end in ends], labels)]
 
     return _read(path, tokenizer, "steps", encode, **options)
 
@@ -236,18 +228,7 @@ def _read(
     path: str | Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     kind: Kind,
-    encode: Callable[[PreTrainedTokenizerBase, Row, str], E],
-    **options: Unpack[ReadOptions],
-) -> list[E]:
-    """As `_read_each`, for rows of one example each."""
-    return _read_each(path, tokenizer, kind, lambda *row: [encode(*row)], **options)
-
-
-def _read_each(
-    path: str | Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    kind: Kind,
-    encode: Callable[[PreTrainedTokenizerBase, Row, str], list[E]],
+    encode: Callable[[PreTrainedTokenizerBase, Row], list[E]],
     *,
     config: RowsConfig | None = None,
     max_length: int = 0,
@@ -262,22 +243,21 @@ def _read_each(
     for file in read_preference_rows([path] if isinstance(path, str) else path, config, kind):
         for note in file.notes:
             _log.warning("%s", note)
-        numbered = [
-            (number, example)
-            for row, number in zip(file.rows, file.numbers, strict=True)
-            for example in encode(tokenizer, row, f"{file.address}, row {number}")
-        ]
-        encoded = [example for _, example in numbered]
-        lengths = [_length(example) for example in encoded]
-        long = [i for i, length in enumerate(lengths) if max_length and length > max_length]
+        encoded, long = list[E](), list[tuple[int, int]]()  # row and tokens
+        for row, number in zip(file.rows, file.numbers, strict=True):
+            with refusals(tokenizer, f"{file.address}, row {number}"):
+                for example in encode(tokenizer, row):
+                    if max_length and _length(example) > max_length:
+                        long.append((number, _length(example)))
+                    else:
+                        encoded.append(example)
         if long and too_long != "drop":
             raise DataError(
-                f"{file.address}: {len(long)} of {len(encoded)} examples are longer than "
-                f"{max_length} tokens, first row {numbered[long[0]][0]} with {lengths[long[0]]}; "
-                "shorten them, or leave them out with data.too_long=drop"
+                f"{file.address}: {len(long)} of {len(long) + len(encoded)} examples are longer "
+                f"than {max_length} tokens, first row {long[0][0]} with {long[0][1]}; shorten "
+                "them, or leave them out with data.too_long=drop"
             )
-        left_out = set(long)
-        examples += [example for i, example in enumerate(encoded) if i not in left_out]
+        examples += encoded
     return examples
 
 
@@ -287,7 +267,7 @@ def _length(example: AnyExample) -> int:
 
 
 def check_examples(examples: Sequence[AnyExample], vocabulary: int, name: str) -> None:
-    """Raise, for examples of a caller's own, what rows of files are refused for; `name`: theirs.
+    """Check examples that a caller has made, which errors call by `name`, e.g. "train".
 
     ModelError for a token that the model doesn't have, DataError for a pair of equal responses and
     for `learned` of another length than its response.
@@ -296,7 +276,7 @@ def check_examples(examples: Sequence[AnyExample], vocabulary: int, name: str) -
         for ids in (example.prompt_ids, *example.responses):
             check_token_ids(f"{name} {i}", ids, vocabulary)
         if isinstance(example, PairExample):
-            _check_differ(*example.responses, f"{name} {i}")
+            _check_differ(*example.responses, f"{name} {i}: ")
         if isinstance(example, SFTExample) and example.learned is not None:
             values, tokens = len(example.learned), len(example.response_ids)
             if values != tokens:
@@ -306,40 +286,26 @@ def check_examples(examples: Sequence[AnyExample], vocabulary: int, name: str) -
                 )
 
 
-def _check_differ(chosen: list[int], rejected: list[int], where: str) -> None:
+def _check_differ(chosen: list[int], rejected: list[int], where: str = "") -> None:
     if chosen == rejected:
         raise DataError(
-            f"{where}: 'chosen' and 'rejected' are the same tokens, which tells nothing apart; "
+            f"{where}'chosen' and 'rejected' are the same tokens, which tells nothing apart; "
             "remove it"
         )
 
 
-def _turn(
-    tokenizer: PreTrainedTokenizerBase, row: Row, response: Said, where: str
-) -> templates.EncodedTurn:
-    with refusals(tokenizer, where):
-        tools = row.get("tools", ())
-        return templates.encode_turn(tokenizer, row["prompt"], _message(response), tools)
+def _message(response: Response) -> dict[str, Any]:
+    return {"role": "assistant", "content": response} if isinstance(response, str) else response
 
 
-def _message(response: Said) -> dict[str, Any]:
-    if isinstance(response, str):
-        return {"role": "assistant", "content": response}
-    return response
+def _turn(tokenizer: PreTrainedTokenizerBase, row: Row, response: Response) -> SFTExample:
+    message, tools = _message(response), row.get("tools", ())
+    return templates.encode_turn(tokenizer, row["prompt"], message, tools)
 
 
-def _conversation(
-    tokenizer: PreTrainedTokenizerBase, row: Row, response: Said, where: str
-) -> list[int]:
-    with refusals(tokenizer, where):
-        turns = [*row["prompt"], _message(response)]
-        return templates.encode_conversation(tokenizer, turns, row.get("tools", ()))
-
-
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """How many tokens two sequences begin with in common."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
-    return sum(1 for _ in same)
+def _conversation(tokenizer: PreTrainedTokenizerBase, row: Row, response: Response) -> list[int]:
+    turns = [*row["prompt"], _message(response)]
+    return templates.encode_conversation(tokenizer, turns, row.get("tools", ()))
 
 
 def with_others(examples: Sequence[LabelledExample]) -> list[LabelledExample]:

@@ -274,7 +274,8 @@ SMALLEST = 10  # of data.options.largest
 
 def worked_answer(problem: Problem) -> str:
     """Every step with its calculator mark, then the answer."""
-    return _written(problem.steps)
+    marks = [f"<<{s.left}{s.operator}{s.right}={s.result}>>{s.result}" for s in problem.steps]
+    return "\n".join([*marks, bare_answer(problem)])
 
 
 def bare_answer(problem: Problem) -> str:
@@ -289,20 +290,15 @@ def slip_answer(problem: Problem, rng: random.Random) -> str:
     steps = _with_error(problem.steps, at, error)
     if min(step.result for step in steps) < 0:
         steps = _with_error(problem.steps, at, abs(error))
-    return _written(steps)
+    return worked_answer(replace(problem, steps=steps))
 
 
-def _with_error(steps: Sequence[Step], at: int, error: int) -> list[Step]:
+def _with_error(steps: Sequence[Step], at: int, error: int) -> tuple[Step, ...]:
     wrong: list[Step] = []
     for i, step in enumerate(steps):
         left = wrong[-1].result if wrong else step.left
         wrong.append(replace(step, left=left, error=error if i == at else 0))
-    return wrong
-
-
-def _written(steps: Sequence[Step]) -> str:
-    marks = [f"<<{s.left}{s.operator}{s.right}={s.result}>>{s.result}" for s in steps]
-    return "\n".join([*marks, f"#### {steps[-1].result}"])
+    return tuple(wrong)
 
 
 def styled_answer(problem: Problem, rng: random.Random) -> tuple[str, str]:

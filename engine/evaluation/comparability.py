@@ -5,13 +5,13 @@ The problems themselves are compared by `results.prompt_digest`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from engine.config import DataConfig, EvaluateConfig
 from engine.errors import LineageError
 from engine.redaction import redact_values
 from engine.rewards import scorer_identity
+from engine.tracking.connection import flatten
 
 if TYPE_CHECKING:
     from engine.storage.artifacts import Manifest
@@ -66,7 +66,7 @@ def require_same_settings(
 
 
 def incomparable(first: Manifest, other: Manifest) -> list[str]:
-    """What two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
+    """Name what two evaluations don't share, e.g. `["evaluate.temperature", "the code"]`.
 
     Code is compared by its sources, which tell apart what one commit with edits has in common.
     """
@@ -76,13 +76,6 @@ def incomparable(first: Manifest, other: Manifest) -> list[str]:
 
 def _differences(settings: Settings, other: Settings) -> dict[str, tuple[object, object]]:
     """The settings that differ, e.g. `{"evaluate.k": (4, 8)}`, in order."""
-    first, second = (
-        {
-            f"{key}.{name}".rstrip("."): entry
-            for key, value in side.items()
-            for name, entry in (value if isinstance(value, Mapping) else {"": value}).items()
-        }
-        for side in (settings, other)
-    )
+    first, second = flatten(settings), flatten(other)
     pairs = {key: (first.get(key), second.get(key)) for key in sorted(first | second)}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}

@@ -37,7 +37,7 @@ USABLE = 0.9  # of a GPU's memory that weights can fill
 
 
 def uses_ranks(config: EvaluateConfig) -> bool:
-    """Whether ranks are started: by the settings, or where this machine has several GPUs."""
+    """Tell whether ranks are started: by the settings, or where this machine has several GPUs."""
     if config.parallel is not None:
         return Layout.of(config.parallel).world_size > 1
     return torch.cuda.device_count() > 1

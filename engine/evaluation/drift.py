@@ -40,29 +40,22 @@ class Signal(NamedTuple):
 
 
 class _Change(NamedTuple):
-    """The means of a metric's first and last quarter, and the difference's standard error."""
+    """How a metric changes from the first quarter of its values to the last one."""
 
-    first: float
-    last: float
-    error: float
+    gain: float
+    error: float  # standard error of the gain
+    text: str
 
-    @classmethod
-    def of(cls, values: np.ndarray) -> _Change | None:
-        """That of `[T]` values, NaN where a step has none; None for too few."""
-        values = values[np.isfinite(values)]
-        if len(values) < _LEAST:
-            return None
-        size = max(1, len(values) // 4)
-        noise = float(np.mean(np.diff(values) ** 2)) / 2  # von Neumann's: a trend adds little
-        ends = float(values[:size].mean()), float(values[-size:].mean())
-        return cls(*ends, math.sqrt(2 * noise / size))
 
-    @property
-    def gain(self) -> float:
-        return self.last - self.first
-
-    def __str__(self) -> str:
-        return f"{self.first:.3g} → {self.last:.3g} (± {self.error:.2g})"
+def _change(values: np.ndarray) -> _Change | None:
+    """Measure `[T]` values, NaN where a step has none; None for too few."""
+    values = values[np.isfinite(values)]
+    if len(values) < _LEAST:
+        return None
+    size = max(1, len(values) // 4)
+    noise = float(np.mean(np.diff(values) ** 2)) / 2  # von Neumann's: a trend adds little
+    first, last, error = values[:size].mean(), values[-size:].mean(), math.sqrt(2 * noise / size)
+    return _Change(float(last - first), error, f"{first:.3g} → {last:.3g} (± {error:.2g})")
 
 
 def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
@@ -73,7 +66,7 @@ def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
     def curve(name: str) -> np.ndarray:
         return np.array([row.get(name, math.nan) for row in history], dtype=float)
 
-    found = []
+    measured = []
     reward, correct = curve("reward/mean"), curve("reward/correct")
     for name, (metric, meaning) in _FLAT.items():
         values = curve(metric)
@@ -82,18 +75,18 @@ def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
             longer = length - length[: len(length) // 4].mean()
             values = correct - np.nanmean(values) * longer
         since = int(np.isfinite(values).argmax())
-        rise, right, other = (_Change.of(v[since:]) for v in (reward, correct, values))
-        if rise is None or other is None:
-            continue
-        enough = max(0.01, right.gain / 2 if right is not None else 0.0)
-        flat = other.gain + _LIKELY * other.error < enough
-        raised = flat and rise.gain > max(_SURE * rise.error, 1e-6)
-        found.append(Signal(name, raised, f"the reward goes {rise}, {meaning} {other}"))
+        rise, right, other = (_change(v[since:]) for v in (reward, correct, values))
+        if rise and other:
+            enough = max(0.01, right.gain / 2 if right else 0.0)
+            flat = other.gain + _LIKELY * other.error < enough
+            raised = flat and rise.gain > max(_SURE * rise.error, 1e-6)
+            sentence = f"the reward goes {rise.text}, {meaning} {other.text}"
+            measured.append(Signal(name, raised, sentence))
     for name, (metric, meaning, most) in _RISING.items():
-        if (change := _Change.of(curve(metric))) is not None:
+        if change := _change(curve(metric)):
             raised = change.gain > most + _LIKELY * change.error
-            found.append(Signal(name, raised, f"{meaning} goes {change}"))
-    return found
+            measured.append(Signal(name, raised, f"{meaning} goes {change.text}"))
+    return measured
 
 
 def metrics(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -105,7 +98,7 @@ def raised(rows: pd.DataFrame) -> dict[str, str]:
     """Sentences on the signals of a run's steps, by name, with the steps that had them."""
     history: list[dict[str, float]] = rows.to_dict("records")  # type: ignore[assignment]
     sentences = {}
-    for name in sorted(NAMES & {str(column).removeprefix(PREFIX) for column in rows.columns}):
+    for name in sorted(name for name in NAMES if PREFIX + name in rows):
         steps = np.flatnonzero(rows[PREFIX + name].to_numpy(float) == 1)
         if len(steps):
             last = next(s for s in signals(history[: steps[-1] + 1]) if s.name == name)

@@ -46,11 +46,12 @@ class HarnessScore:
         return f"lm_eval/{self.task}/{self.metric}"
 
     def interval(self, confidence: float) -> Interval | None:
-        """Wilson's interval of a share of documents, else by the standard error; None without."""
+        """Wilson's interval of a share of documents, else value ± z·stderr; None without stderr."""
         if self.stderr is None:
             return None
-        if self.documents and 0 <= self.value <= 1:
-            return wilson_interval(self.value, self.documents, confidence)
+        right = self.value * (self.documents or 0)  # whole for a share of documents, such as acc
+        if self.documents and 0 <= right <= self.documents and math.isclose(right, round(right)):
+            return wilson_interval(round(right), self.documents, confidence)
         half = NormalDist().inv_cdf(0.5 + confidence / 2) * self.stderr
         return Interval(self.value, self.value - half, self.value + half)
 
@@ -146,7 +147,7 @@ def to_json(scores: Mapping[str, Sequence[HarnessScore]], confidence: float) -> 
 
 
 def from_json(text: str | bytes, where: str) -> dict[str, list[HarnessScore]]:
-    """What `to_json` wrote; LineageError, which names `where`, if it is something else."""
+    """Read what `to_json` wrote; LineageError, which names `where`, if it is something else."""
     try:
         models = json.loads(text)["models"]
         return {name: [HarnessScore(**row) for row in rows] for name, rows in models.items()}

@@ -1,14 +1,16 @@
 """Numbers of an evaluation and their intervals: pass@k, majority vote, means, gains, lengths.
 
 Pure functions on plain arrays; N is the number of problems. All intervals that are shown or decided
-by are made here. Tables of completions are in `results`, the comparison of two models in `summary`.
+by are made here; z is the standard normal's quantile of (1 + confidence) / 2, 1.96 at 95 %. Tables
+of completions are in `results`, the comparison of two models in `summary`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -28,6 +30,9 @@ class Interval:
     mean: float
     low: float
     high: float
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.mean, self.low, self.high))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,28 +85,28 @@ def majority_vote(answers: Sequence[str | None]) -> str | None:
 
 
 Kind = Literal["share", "number"]
-"""What values are: from 0 to 1, or of any range."""
+"""The range of values: from 0 to 1, or any."""
 
 
 def mean_interval(values: ArrayLike, confidence: float, kind: Kind = "share") -> Interval:
     """The mean of `[N]` values with its interval, which has width and holds the mean at any N ≥ 1.
 
-    - Outcomes of 0 or 1: Wilson's score interval (1927).
-    - Other shares: that of Agresti and Coull (1998) with the shares' own variance and Student's t:
-      as if half of z² more values were 0 and half were 1 (z: 1.96 at 95 %).
-    - Numbers: Student's t, widened by what values one unit away may add that none of N has shown.
+    - Outcomes of 0 or 1: `wilson_interval`.
+    - Other shares: c ± t·s / √(N + z²), where c and s² are mean and variance of the shares with
+      z²/2 zeros and z²/2 ones added, and t is Student's with N − 1 degrees of freedom. It is the
+      interval of Agresti and Coull (Am. Stat. 52:119, 1998) with the shares' own variance.
+    - Numbers: mean ± √(t²·s²/N + w²), where w is Wilson's upper end for 0 of N: what values one
+      unit away may add that none of N has shown.
 
-    A bootstrap of equal or one-sided values would claim certainty; these don't. Raises DataError
-    for no values, what is not finite, and a share out of range.
+    Equal or one-sided values claim no certainty. Raises DataError for no values, what is not
+    finite, and a share out of range.
     """
-    checked = _checked(values)
+    checked = _checked(values, kind)
     if kind == "number":
         mean, error = float(checked.mean()), np.sqrt(_square_errors(checked, confidence))
         return Interval(mean, mean - float(error), mean + float(error))
-    if np.any((checked < 0) | (checked > 1)):
-        raise DataError("shares must lie between 0 and 1; take kind='number' for other scores")
     if _are_outcomes(checked):
-        return wilson_interval(float(checked.mean()), checked.size, confidence)
+        return wilson_interval(int(checked.sum()), checked.size, confidence)
     interval = _padded(checked, (0.0, 1.0), confidence, weight=0.5)
     return Interval(interval.mean, max(0.0, interval.low), min(1.0, interval.high))
 
@@ -113,15 +118,17 @@ def paired_interval(
 
     What both models share (a problem's difficulty) cancels.
 
-    - Outcomes of 0 or 1: method 10 of Newcombe (1998): Wilson's intervals of both, and their
-      correlation with a correction for continuity.
-    - Other shares: that of Bonett and Price (2012) with the differences' own variance and Student's
-      t: as if z²/4 more problems were won by all of a share, and as many lost.
+    - Outcomes of 0 or 1: method 10 of Newcombe (Stat. Med. 17:2635, 1998). With Wilson's [l1, u1]
+      of p1 before and [l2, u2] of p2 after, and the correlation φ of the outcomes, corrected for
+      continuity, the ends are p2 − p1 − √((p2−l2)² − 2φ(p2−l2)(u1−p1) + (u1−p1)²) and
+      p2 − p1 + √((u2−p2)² − 2φ(u2−p2)(p1−l1) + (p1−l1)²).
+    - Other shares: the interval of `mean_interval` of the differences, with z²/4 each of −1 and 1
+      added: that of Bonett and Price (J. Educ. Behav. Stat. 37:479, 2012) with their own variance.
     - Numbers: that of `mean_interval`, of the differences.
 
     Raises DataError as `mean_interval` does, and where the shapes differ.
     """
-    first, second = _checked(before), _checked(after)
+    first, second = _checked(before, kind), _checked(after, kind)
     if first.shape != second.shape:
         raise DataError(
             f"paired scores differ in number: {first.size} before, {second.size} after; "
@@ -129,8 +136,6 @@ def paired_interval(
         )
     if kind == "number":
         return mean_interval(second - first, confidence, "number")
-    if any(np.any((values < 0) | (values > 1)) for values in (first, second)):
-        raise DataError("shares must lie between 0 and 1; take kind='number' for other scores")
     if _are_outcomes(first) and _are_outcomes(second):
         interval = _newcombe(first, second, confidence)
     else:
@@ -139,15 +144,15 @@ def paired_interval(
 
 
 def ratio_interval(before: ArrayLike, after: ArrayLike, confidence: float) -> Interval | None:
-    """The mean of `after` over that of `before`, `[N]` paired numbers, by Fieller's theorem (1954).
+    """The mean of `after` over that of `before`, `[N]` paired numbers.
 
-    Widths are those of `mean_interval`'s numbers. None where the mean below may be 0, so that no
-    interval bounds the ratio.
+    Fieller's theorem (J. R. Stat. Soc. B 16:175, 1954): the ends are the roots r of
+    (y − r·x)² = v_yy − 2r·v_xy + r²·v_xx, with the means x before and y after, and v the squared
+    half widths of `mean_interval`'s numbers. None where x may be 0: nothing bounds the ratio then.
     """
     first, second = _checked(before), _checked(after)
     (below, both), (_, above) = _square_errors(np.stack([first, second]), confidence)
     x, y = float(first.mean()), float(second.mean())
-    # The roots r of (y − r·x)² = above − 2·r·both + r²·below.
     a, b, c = x * x - float(below), x * y - float(both), y * y - float(above)
     if a <= 0 or x <= 0:
         return None
@@ -155,18 +160,21 @@ def ratio_interval(before: ArrayLike, after: ArrayLike, confidence: float) -> In
     return Interval(y / x, (b - half) / a, (b + half) / a)
 
 
-def wilson_interval(rate: float, n: int, confidence: float) -> Interval:
-    """The interval of a rate of n outcomes of 0 or 1 (Wilson 1927)."""
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
-    centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    # At a rate of 0 or 1 one end is the rate itself; rounding must not push it past.
-    return Interval(rate, max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half)))
+@functools.lru_cache(maxsize=4096)
+def wilson_interval(right: int, n: int, confidence: float) -> Interval:
+    """The interval of the rate p of `right` among n outcomes of 0 or 1.
+
+    (p + z²/2n ± z·√(p(1 − p)/n + z²/4n²)) / (1 + z²/n): Wilson (J. Am. Stat. Assoc. 22:209, 1927).
+    """
+    from scipy.stats import binomtest  # takes a second
+
+    ends = binomtest(right, n).proportion_ci(confidence, "wilson")
+    return Interval(right / n, float(ends.low), float(ends.high))
 
 
 def _newcombe(before: FloatArray, after: FloatArray, confidence: float) -> Interval:
     n = before.size
-    old, new = (wilson_interval(float(v.mean()), n, confidence) for v in (before, after))
+    old, new = (wilson_interval(int(v.sum()), n, confidence) for v in (before, after))
     shared = float((before * after).mean()) - old.mean * new.mean
     if shared > 0:
         shared = max(0.0, shared - 1 / (2 * n))
@@ -203,7 +211,7 @@ def _square_errors(values: FloatArray, confidence: float) -> FloatArray:
     """
     n = values.shape[-1]
     spread = np.cov(values) if n > 1 else np.eye(len(values)) if values.ndim > 1 else np.ones(())
-    unseen = wilson_interval(0.0, n, confidence).high ** 2
+    unseen = wilson_interval(0, n, confidence).high ** 2
     squares = _t_quantile(n, confidence) ** 2 * spread / n
     return np.asarray(squares + unseen * (np.eye(2) if values.ndim > 1 else 1.0))
 
@@ -225,12 +233,14 @@ def length_summary(lengths: ArrayLike) -> LengthSummary:
     return LengthSummary(float(values.mean()), float(median), float(p95), float(values.max()))
 
 
-def _checked(values: ArrayLike) -> FloatArray:
-    """The values as `[N]` float64; DataError if empty or not finite."""
+def _checked(values: ArrayLike, kind: Kind = "number") -> FloatArray:
+    """The values as `[N]` float64; DataError if empty, not finite, or shares out of range."""
     array = np.asarray(values, dtype=np.float64)
     if array.size == 0:
         raise DataError("scores must be a non-empty list of numbers")
     if not np.isfinite(array).all():
         row = int(np.argmin(np.isfinite(array)))
         raise DataError(f"score of problem {row} is {array[row]}; every score must be finite")
+    if kind == "share" and np.any((array < 0) | (array > 1)):
+        raise DataError("shares must lie between 0 and 1; take kind='number' for other scores")
     return array

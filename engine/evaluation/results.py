@@ -10,10 +10,12 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 
+from engine.data import contract
 from engine.data.rows import EPISODE_COLUMNS, EVALUATION_ROWS, prompt_text
 from engine.errors import DataError
 from engine.evaluation.metrics import majority_vote
@@ -105,7 +107,6 @@ def build_rows(
 
 
 def _episode_columns(first: Judged, samples: Sequence[Judged]) -> dict[str, object]:
-    """The cells of `EPISODE_COLUMNS`; none where completions are no episodes."""
     greedy, sampled = first.episode, [sample.episode for sample in samples if sample.episode]
     if greedy is None:
         return {}
@@ -121,6 +122,13 @@ def _episode_columns(first: Judged, samples: Sequence[Judged]) -> dict[str, obje
         "sample_called": sum(episode.calls > 0 for episode in sampled) / n,
         "sample_malformed": sum(episode.malformed for episode in sampled) / n,
     }
+
+
+def read_rows(evaluation: Path, model: str) -> pd.DataFrame:
+    """Read `rows_<model>.parquet` of an evaluation; DataError unless it keeps the data contract."""
+    rows = pd.read_parquet(evaluation / f"rows_{model}.parquet")
+    contract.check(rows, contract.EVALUATION_ROWS, f"rows_{model}.parquet of {evaluation}")
+    return rows
 
 
 def prompt_digest(rows: pd.DataFrame) -> str:

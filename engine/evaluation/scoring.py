@@ -137,30 +137,16 @@ def evaluate_model(
     without rows, ConfigError for a part without problems, and what `decode_passes` raises.
     """
     sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
-    frame = _joined(sets)
-    import_plugins(config.plugins)
-    tokenizer = open_tokenizer(folder)
-    prompts = encode_prompts(tokenizer, frame["prompt"], "test")
-    longest = max(map(len, prompts))
-    table = problem_rows(sets)
-    share = share_of(len(frame), part)
-    frame, prompts = frame.iloc[share].reset_index(drop=True), prompts[share]
-    questions, scored = scorer_inputs(frame, prompts)
-    n, temperature = config.samples, config.temperature
+    n = config.samples
     sampling = SamplingParams(
-        n=n, max_new_tokens=max_response_length, temperature=temperature, seed=seed
+        n=n, max_new_tokens=max_response_length, temperature=config.temperature, seed=seed
     )
-    with closing(Scorer(config.scorer, config.plugins)) as scorer:
-        greedy, sampled = decode_passes(
-            folder, prompts, (replace(sampling, n=1, temperature=0.0), sampling), config,
-            max_prompt_length=max_prompt_length, first_prompt=share.start,
-            longest_prompt=longest, on_progress=on_progress,
-            columns=_environment_columns(config, scored),
-        )  # fmt: skip
-        first = judge_answers(scorer, tokenizer, greedy, questions, scored, 1)
-        each = judge_answers(scorer, tokenizer, sampled, questions, scored, n)
-    groups = [each[i : i + n] for i in range(0, len(each), n)]
-    return build_rows(name, table.iloc[share].reset_index(drop=True), first, groups)
+    passes = (replace(sampling, n=1, temperature=0.0), sampling)
+    greedy, sampled = _answer(folder, sets, passes, config, max_prompt_length, part, on_progress)
+    groups = [sampled[i : i + n] for i in range(0, len(sampled), n)]
+    table = problem_rows(sets)
+    table = table.iloc[share_of(len(table), part)].reset_index(drop=True)
+    return build_rows(name, table, greedy, groups)
 
 
 def answer_greedily(
@@ -173,18 +159,37 @@ def answer_greedily(
     seed: int,
 ) -> list[Judged]:
     """Decode each problem greedily alone, as `evaluate_model` does, and judge it; set by set."""
-    frame = _joined(problems)
+    params = SamplingParams(max_new_tokens=max_response_length, temperature=0.0, seed=seed)
+    return _answer(folder, problems, (params,), config, max_prompt_length)[0]
+
+
+def _answer(
+    folder: str | Path,
+    sets: Mapping[str, pd.DataFrame],
+    passes: Sequence[SamplingParams],
+    config: EvaluateConfig,
+    max_prompt_length: int,
+    part: tuple[int, int] = (0, 1),
+    on_progress: Callable[[int], None] | None = None,
+) -> list[list[Judged]]:
+    """Decode a part of the problems in each pass, and judge the completions, by pass."""
+    frame = _joined(sets)
     import_plugins(config.plugins)
     tokenizer = open_tokenizer(folder)
     prompts = encode_prompts(tokenizer, frame["prompt"], "test")
+    longest, share = max(map(len, prompts)), share_of(len(frame), part)
+    frame, prompts = frame.iloc[share].reset_index(drop=True), prompts[share]
     questions, scored = scorer_inputs(frame, prompts)
-    params = SamplingParams(max_new_tokens=max_response_length, temperature=0.0, seed=seed)
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
-        (greedy,) = decode_passes(
-            folder, prompts, (params,), config, max_prompt_length=max_prompt_length,
+        answers = decode_passes(
+            folder, prompts, passes, config, max_prompt_length=max_prompt_length,
+            first_prompt=share.start, longest_prompt=longest, on_progress=on_progress,
             columns=_environment_columns(config, scored),
         )  # fmt: skip
-        return judge_answers(scorer, tokenizer, greedy, questions, scored, 1)
+        return [
+            judge_answers(scorer, tokenizer, decoded, questions, scored, params.n)
+            for params, decoded in zip(passes, answers, strict=True)
+        ]
 
 
 def _joined(sets: Mapping[str, pd.DataFrame]) -> pd.DataFrame:

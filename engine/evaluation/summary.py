@@ -22,6 +22,7 @@ from engine.errors import DataError, LineageError
 from engine.evaluation import metrics
 from engine.evaluation.metrics import Interval, Kind, LengthSummary
 from engine.evaluation.results import check_paired
+from engine.storage.filesystem import read_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,7 @@ class EpisodeMeasure:
 
 
 def _signed(change: Interval, scale: float, digits: int) -> str:
-    ends = (change.mean, change.low, change.high)
-    mean, low, high = (f"{scale * value + 0.0:+.{digits}f}" for value in ends)
+    mean, low, high = (f"{scale * value + 0.0:+.{digits}f}" for value in change)
     return f"{mean} [{low}, {high}]"
 
 
@@ -130,18 +130,6 @@ class EvaluationComparison:
     seed: int  # of the samples
     # Turns, returns and calls, where completions are episodes.
     episodes: list[EpisodeMeasure] = field(default_factory=list)
-
-    @staticmethod
-    def from_dict(values: Mapping[str, object]) -> EvaluationComparison:
-        """The comparison that `to_json` wrote; DataError where something is missing."""
-        try:
-            return TypeAdapter(EvaluationComparison).validate_python(values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            field = ".".join(map(str, first["loc"]))
-            raise DataError(
-                f"{field} of a comparison: {first['msg']}; evaluate the models again"
-            ) from None
 
     def to_json(self) -> str:
         """Strict JSON (no NaN), the same text for the same comparison."""
@@ -363,12 +351,11 @@ def write_sets(folder: Path, sets: list[EvaluatedSet]) -> None:
     (folder / FILE).write_text(text)
 
 
-def read_sets(folder: Path) -> list[EvaluatedSet]:
-    """Read what `write_sets` wrote; LineageError where it can't be read."""
+def read_sets(folder: str | Path) -> list[EvaluatedSet]:
+    """Read what `write_sets` wrote, in a folder or at an address; LineageError if that fails."""
+    where = f"{folder}/{FILE}"
     try:
-        return TypeAdapter(list[EvaluatedSet]).validate_json((folder / FILE).read_bytes())
+        return TypeAdapter(list[EvaluatedSet]).validate_json(read_file(where, LineageError))
     except (OSError, ValidationError) as error:
         first = str(error).splitlines()[0]
-        raise LineageError(
-            f"{folder / FILE} can't be read ({first}); evaluate the models again"
-        ) from error
+        raise LineageError(f"{where} can't be read ({first}); evaluate the models again") from error

@@ -19,13 +19,13 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from engine.console import command_line, say
-from engine.errors import EngineError
 from engine.lineage.audit import Audit, audit
 from engine.lineage.compare import ArtifactComparison, MetricChange, compare, lines
 from engine.lineage.graph import ArtifactNode, Edge, Graph
 from engine.lineage.lookup import Review, review
-from engine.lineage.page import render_page, write_page
+from engine.lineage.page import render_page
 from engine.redaction import presentable
+from engine.storage.filesystem import write_text
 from engine.storage.signatures import KEYS_VARIABLE, SIGNING_VARIABLE, new_key, trusted_keys
 
 
@@ -163,7 +163,7 @@ REFERENCE = (
 STATUS = "exit status: 0 fine; 1 something is missing, unreadable or not as recorded; 2 wrong usage"
 
 
-@command_line
+@command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -171,11 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words and words[0] not in known and not words[0].startswith("-"):
         words.insert(0, "show")  # `python -m engine.lineage ARTIFACT` shows it
     options = _parser().parse_args(words)
-    try:
-        return _keygen(options.file) if options.command == KEYGEN else _run(options)
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return 1
+    return _keygen(options.file) if options.command == KEYGEN else _run(options)
 
 
 def _keygen(file: str) -> int:
@@ -199,7 +195,8 @@ def _run(options: argparse.Namespace) -> int:
     verifies = trusted is not None or options.command == "verify" or options.verify
     checked = audit(graph_review, trusted) if verifies else None
     if options.html:
-        write_page(options.html, render_page(graph_review, checked, comparison))
+        page = render_page(graph_review, checked, comparison)
+        write_text(Path(options.html).expanduser(), page, "choose another file")
     if options.json:
         say(json.dumps(as_json(graph_review, checked, comparison), indent=2))
     else:

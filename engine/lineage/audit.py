@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import EngineError, LineageError, StorageError, TrackingError
+from engine.errors import EngineError, StorageError, TrackingError
 from engine.lineage import graph as lineage_graph
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode
 from engine.lineage.lookup import recorded_manifests
-from engine.storage.artifacts import SOURCE, differences, read_manifest
+from engine.storage.artifacts import SOURCE, differences
 from engine.storage.digests import MANIFEST, hash_file, tree_digest
 from engine.storage.filesystem import as_path, is_remote
-from engine.tracking.model_versions import ARTIFACT_TAG, MANIFEST_TAG
+from engine.tracking.model_versions import MANIFEST_TAG, ModelVersion, copy_faults
 
 if TYPE_CHECKING:
     from engine.lineage.lookup import Review
@@ -45,17 +45,15 @@ class Audit:
 
     @property
     def faults(self) -> tuple[AuditFinding, ...]:
-        """Return the findings of what changed or is missing."""
         return tuple(finding for finding in self.findings if finding.is_fault)
 
     @property
     def notes(self) -> tuple[AuditFinding, ...]:
-        """Return the findings of what could not be checked."""
         return tuple(finding for finding in self.findings if not finding.is_fault)
 
 
 class _NotCheckedError(Exception):
-    """What could not be checked, and why."""
+    """A node can't be checked; the message says why."""
 
 
 def audit(review: Review, trusted: Collection[str] | None = None) -> Audit:
@@ -124,40 +122,14 @@ def _source_faults(node: ArtifactNode) -> list[str]:
 
 def _version_faults(node: ArtifactNode, tracker: Tracker | None) -> list[str]:
     """Compare the registry's own copy, which is what gets served, with its tags and manifest."""
+    name, _, number = node.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
+    version = ModelVersion(name, number, "", node.uri, node.facts, ())
     if "://" in node.uri or Path(node.uri).is_absolute():
-        return _copy_faults(node, node.uri)
+        return copy_faults(node.uri, version)
     if tracker is None:
         raise _NotCheckedError(f"MLflow's copy of {node.label}")
-    name, _, number = node.key.removeprefix(f"{MODEL_VERSION}:").rpartition(":")
     with tempfile.TemporaryDirectory(prefix="hybridflyte-lineage-") as scratch:
-        return _copy_faults(node, str(tracker.download_files(name, number, scratch)))
-
-
-def _copy_faults(node: ArtifactNode, copy: str) -> list[str]:
-    what, tagged = f"{node.label}: MLflow's copy", node.digest[:12]
-    try:
-        manifest = read_manifest(copy)
-    except LineageError as error:
-        if "artifact_kind" in node.facts:
-            return [f"{what}: {error}"]
-        try:  # a model that was registered without a manifest
-            digest = tree_digest(copy)
-        except LineageError as problem:
-            return [f"{node.label}: {problem}"]
-        text = f"{what} is now {digest[:12]} where {tagged} was logged"
-        return [] if digest == node.digest else [text]
-    faults = [f"{what}: {text}" for text in differences(copy, manifest)]
-    if manifest.digest != node.digest:
-        faults.append(
-            f"{what} is {manifest.digest[:12]} where the tag {ARTIFACT_TAG} says {tagged}"
-        )
-    recorded = node.facts.get(MANIFEST_TAG, "")
-    if recorded and manifest.own_digest != recorded:
-        faults.append(
-            f"{what} has a {MANIFEST} of SHA-256 {manifest.own_digest[:12]} where the tag "
-            f"{MANIFEST_TAG} says {recorded[:12]}; it was edited"
-        )
-    return faults
+        return copy_faults(tracker.download_files(name, number, scratch), version)
 
 
 def _check_manifest(

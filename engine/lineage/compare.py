@@ -124,7 +124,6 @@ class ArtifactComparison:
 
     @property
     def same_content(self) -> bool:
-        """Tell whether both hold the same bytes."""
         return self.before.digest == self.after.digest
 
 

@@ -135,7 +135,6 @@ class ArtifactNode:
 
     @property
     def name(self) -> str:
-        """Return the node's label, or its kind and digest."""
         return self.label or f"{self.kind} {self.digest[:12]}"
 
     @property
@@ -145,7 +144,6 @@ class ArtifactNode:
 
     @property
     def created_at(self) -> datetime | None:
-        """Return when its manifest was written."""
         return self.manifest.created_at if self.manifest else None
 
 
@@ -168,11 +166,9 @@ class Graph:
     edges: dict[tuple[str, str, str], Edge] = field(default_factory=dict)
 
     def parents(self, key: str) -> list[Edge]:
-        """Return the edges that lead to a node."""
         return [edge for edge in self.edges.values() if edge.child == key]
 
     def children(self, key: str) -> list[Edge]:
-        """Return the edges that leave a node."""
         return [edge for edge in self.edges.values() if edge.parent == key]
 
     def ancestors(self, key: str) -> list[ArtifactNode]:
@@ -319,7 +315,7 @@ class GraphBuilder:
 
 
 def location_in_store(parent: Parent, child: str) -> str:
-    """Where a parent lies in the store of the artifact at `child`, by its address' end; or ""."""
+    """Return where a parent lies in its child's store, by its address' end; empty for none."""
     above, _, name = parent.uri.rstrip("/").rpartition("/")
     if above.rpartition("/")[2] != parent.kind or name.partition("-")[0] != parent.digest[:16]:
         return ""
@@ -328,7 +324,6 @@ def location_in_store(parent: Parent, child: str) -> str:
 
 
 def _store_of(artifact: str) -> str:
-    """Return the folder of the folder of an artifact; empty where it has none."""
     return artifact.rstrip("/").rsplit("/", 2)[0] if artifact.count("/") >= 2 else ""
 
 

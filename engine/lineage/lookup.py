@@ -71,12 +71,12 @@ PREFIX = "models:/"
 PAGE = 1000
 
 
-def open_registry() -> Tracker:
-    """Return the tracking store of this machine's settings; TrackingError where none was set up."""
+def open_registry(uri: str = "") -> Tracker:
+    """Return the store at `uri`, or of this machine's settings; TrackingError if it isn't there."""
     from engine.tracking import Tracker
     from engine.tracking.connection import URI_VARIABLE, default_uri
 
-    tracker = Tracker(default_uri())
+    tracker = Tracker(uri or default_uri())
     if tracker.database is not None and not tracker.database.is_file():
         raise TrackingError(
             f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE} to the one that holds "
@@ -140,7 +140,6 @@ class Review:
 
     @property
     def starts(self) -> list[ArtifactNode]:
-        """Return the nodes that the review is about, in order."""
         return [self.graph.nodes[key] for key in self.graph.focus]
 
     @property
@@ -194,7 +193,7 @@ def review(
 
 
 def _locate(reference: str, registry: bool) -> tuple[ArtifactNode | None, tuple[Parent, ...]]:
-    """What a reference names, None for what only an index can tell; and a version's artifact."""
+    """Return the node of a reference, if no index is needed for it, and a version's artifact."""
     if is_reference(reference):
         if not registry:
             raise LineageError(f"{reference} is in MLflow's registry; ask without --no-registry")

@@ -16,19 +16,16 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
-from pathlib import Path
+from itertools import accumulate, pairwise
 from statistics import fmean
 
 from jinja2 import Environment
 
 from engine import html_templates
-from engine.errors import StorageError
 from engine.lineage.audit import Audit
 from engine.lineage.compare import ArtifactComparison, as_text, data_line, metric, row_lines, signed
 from engine.lineage.graph import MODEL_VERSION, ArtifactNode, Edge
 from engine.lineage.lookup import Review
-from engine.storage.filesystem import write_atomically
 from engine.tracking.connection import flatten, shorten
 
 BOX_WIDTH, BOX_HEIGHT = 206, 52  # pixels
@@ -146,23 +143,14 @@ def _heights(
 
 
 def _settle(layer: list[_Item], targets: Mapping[_Item, float], top: dict[_Item, float]) -> None:
-    """Place items near the tops they want; those that would overlap form a block on average."""
-    sizes = {item: _size(item) + (ROW_GAP if _size(item) else LINE_GAP) for item in layer}
-    # Each block has its number of members, the sum of the tops they want for it, and its height.
-    blocks: list[tuple[int, float, float]] = []
-    for item in layer:
-        count, total, height = 1, targets[item], sizes[item]
-        while blocks and blocks[-1][1] / blocks[-1][0] + blocks[-1][2] > total / count:
-            others, others_total, others_height = blocks.pop()
-            total += others_total - count * others_height
-            count, height = count + others, height + others_height
-        blocks.append((count, total, height))
-    members = iter(layer)
-    for count, total, _ in blocks:
-        y = total / count
-        for member in islice(members, count):
-            top[member] = y
-            y += sizes[member]
+    """Place items as near as can be to the tops they want, in order and without overlap."""
+    from scipy.optimize import isotonic_regression
+
+    heights = (_size(item) + (ROW_GAP if _size(item) else LINE_GAP) for item in layer)
+    offsets = list(accumulate(heights, initial=0.0))[:-1]  # of items without space between them
+    shifts = [targets[item] - offset for item, offset in zip(layer, offsets, strict=True)]
+    for item, offset, shift in zip(layer, offsets, isotonic_regression(shifts).x, strict=True):
+        top[item] = offset + float(shift)
 
 
 def _size(item: _Item) -> float:
@@ -242,17 +230,6 @@ def render_page(
     )  # fmt: skip
 
 
-def write_page(target: str | Path, page: str) -> None:
-    """Write a page whole or not at all; StorageError when the file system does not permit it."""
-    path = Path(target).expanduser()
-    try:
-        write_atomically(path, [page.encode()])
-    except OSError as error:
-        raise StorageError(
-            f"can't write {path}: {error.strerror or error}; choose another file"
-        ) from error
-
-
 @functools.cache
 def _templates() -> Environment:
     environment = html_templates.environment(__package__)
@@ -268,7 +245,6 @@ def _templates() -> Environment:
 
 
 def _facts(node: ArtifactNode) -> dict[str, str]:
-    """Return what is known of a node, by label; empty values are not shown."""
     facts = {"kind": node.kind, "content": node.digest, "place": node.uri}
     manifest = node.manifest
     if manifest is not None:

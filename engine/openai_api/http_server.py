@@ -8,6 +8,7 @@ the oldest one that has not sent a whole request makes room.
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -19,6 +20,7 @@ import uvicorn
 from pydantic import Field
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -31,7 +33,7 @@ STOP_S = 3  # for requests under way when the server ends
 
 
 class HttpLimits(Section):
-    """What a server bears from its clients."""
+    """Limits on a client's connections and on the time and size of its requests."""
 
     max_body_mib: float = Field(8.0, gt=0, le=1024, description="Size of a request")
     header_timeout: float = Field(10.0, gt=0, le=3600)
@@ -59,7 +61,7 @@ class _Connection(H11Protocol):
 
     @property
     def droppable(self) -> bool:
-        """Whether no whole request of its client is being answered."""
+        """Tell whether no whole request of its client is being answered."""
         cycle = self.cycle
         return cycle is None or cycle.response_complete or cycle.more_body
 
@@ -172,6 +174,12 @@ async def read_body(request: Request, limits: HttpLimits) -> bytearray:
         message = f"the request did not come within {limits.body_timeout:g} s"
         raise RequestError(message, 408) from None
     return data
+
+
+def json_response(values: object, status: int = 200) -> Response:
+    """An answer of JSON in ASCII, as a text may have surrogates, which UTF-8 has not."""
+    headers = {"retry-after": "1"} if status == 503 else None
+    return Response(json.dumps(values), status, headers, media_type="application/json")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -42,7 +42,7 @@ class RequestError(EngineError):
 
 
 class RequestLimits(Section):
-    """What one request may ask for; more is refused before any text becomes tokens."""
+    """Limits on one request; more is refused before any text becomes tokens."""
 
     max_prompts: int = Field(1024, ge=1, le=1_000_000, description="Prompts of a request")
     max_n: int = Field(64, ge=1, le=16_384, description="Completions of a prompt (n)")
@@ -58,7 +58,7 @@ class StreamOptions(BaseModel):
 
 
 class _Request(BaseModel):
-    """What both kinds of requests have."""
+    """The fields of both kinds of requests."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -160,6 +160,14 @@ KINDS: dict[str, type[CompletionRequest] | type[ChatRequest]] = {
 }
 
 
+def read_json(data: bytes | bytearray) -> Any:
+    """The values of a request's body; raise RequestError for what is no JSON."""
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request is not JSON: {error}") from None
+
+
 def parse(
     request_class: type[_R],
     values: object,
@@ -221,7 +229,9 @@ class Answer:
 
     text: str
     tokens: int
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop", "length" or "tool_calls"
+    message: Mapping[str, Any] | None = None  # of a chat; None: the text is all there is to it
+    log_probs: Mapping[str, object] | None = None  # the choice's `logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +246,7 @@ class Reply:
 
     @property
     def chat(self) -> bool:
-        """Whether the request is a chat."""
+        """Tell whether the request is a chat."""
         return isinstance(self.request, ChatRequest)
 
     def whole(
@@ -245,10 +255,8 @@ class Reply:
         """Build the full answer; its choices are in the order of `answers`."""
         choices: list[dict[str, object]] = []
         for index, answer in enumerate(answers):
-            choices.append(
-                {"index": index, "finish_reason": answer.finish_reason, "logprobs": None}
-            )
-            choices[-1] |= self._piece("message", answer)
+            about = {"finish_reason": answer.finish_reason, "logprobs": answer.log_probs}
+            choices.append({"index": index, **about, **self._piece("message", answer)})
             if prompt_logprobs:
                 n = self.request.n or 1
                 choices[-1]["prompt_logprobs"] = prompt_logprobs[index // n]
@@ -258,13 +266,18 @@ class Reply:
     def events(self, index: int, answer: Answer) -> Iterator[dict[str, object]]:
         """Build a stream's events of the choice `index`, which comes in one piece."""
         end: dict[str, object] = {"delta": {}} if self.chat else {"text": ""}
-        for reason, part in ((None, self._piece("delta", answer)), (answer.finish_reason, end)):
+        first = {"logprobs": answer.log_probs, **self._piece("delta", answer)}
+        for reason, part in ((None, first), (answer.finish_reason, end)):
             yield self._event([{"index": index, "finish_reason": reason, **part}])
 
     def _piece(self, name: str, answer: Answer) -> dict[str, object]:
         if not self.chat:
             return {"text": answer.text}
-        return {name: {"role": "assistant", "content": answer.text}}
+        message = dict(answer.message or {"role": "assistant", "content": answer.text})
+        if name == "delta" and "tool_calls" in message:
+            calls = enumerate(message["tool_calls"])
+            message["tool_calls"] = [{"index": i, **call} for i, call in calls]
+        return {name: message}
 
     def last_event(self, answers: Iterable[Answer]) -> dict[str, object] | None:
         """Build the event with the counts of tokens, where the client asks for it."""
@@ -297,17 +310,3 @@ def error_body(message: str, status: int) -> dict[str, object]:
 def sse(event: object) -> str:
     """Write an event of a stream; `[DONE]` ends one."""
     return f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n"
-
-
-def json_pieces(value: object, depth: int = 4) -> Iterator[str]:
-    """Write JSON in pieces, `depth` levels apart: `json.dumps` holds all threads up meanwhile."""
-    if not depth or not isinstance(value, dict | list):
-        yield json.dumps(value)
-        return
-    is_dict = isinstance(value, dict)
-    yield "{" if is_dict else "["
-    for i, item in enumerate(value):
-        yield ", " if i else ""
-        yield f"{json.dumps(item)}: " if is_dict else ""
-        yield from json_pieces(value[item] if is_dict else item, depth - 1)
-    yield "}" if is_dict else "]"

@@ -11,22 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from engine.console import command_line, quiet, say
-from engine.errors import EngineError
 from engine.planner import Cluster, Machine, explain
 from engine.planner.resources import GB, GIB, gpu, gpu_of
 from engine.storage.filesystem import pin_revision
 
 
-@command_line
+@command_line(2)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan; return 0, or 2 with one sentence where there is none."""
     options = _parser().parse_args(arguments)
     quiet()
-    try:
-        say(_plan(options))
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return 2
+    say(_plan(options))
     return 0
 
 

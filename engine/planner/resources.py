@@ -12,12 +12,10 @@ dense, without sparsity; of AMD's two-chip devices, one chip's, which is what a 
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from engine.controller.placement import ClusterNode
 from engine.errors import PlacementError
@@ -119,7 +117,6 @@ def cpu(cores: float) -> Device:
     )
 
 
-PROBE_SECONDS = 60.0  # for a first process on each machine
 _TYPE = "accelerator_type:"
 _LABEL = "ray.io/accelerator-type"
 
@@ -293,37 +290,11 @@ def read_cluster(kinds: Mapping[str, Device] | None = None) -> Cluster:
     `kinds` as in `cluster_of`. Counts all that they have, free or taken: an earlier attempt's
     processes may still be ending.
     """
-    import ray
-    from ray.exceptions import RayError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    from engine.controller.launch import ask_nodes, cluster_nodes
 
-    from engine.controller.launch import init_options, init_ray
-
-    if not ray.is_initialized():
-        init_ray(init_options(os.environ))
-    nodes = {
-        node["NodeID"]: ClusterNode(
-            f"{node['NodeManagerAddress']} {node['NodeID'][:6]}", node["Resources"], node["Labels"]
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    }
-    probe: Any = ray.remote(num_cpus=0)(gpu_memory_here)
-    answers = {
-        node: probe.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        ).remote()
-        for node, node_info in nodes.items()
-        if node_info.resources.get("GPU", 0.0) >= 1
-    }
-    memory = {}
-    for node, answer in answers.items():
-        try:
-            memory[nodes[node].name] = int(ray.get(answer, timeout=PROBE_SECONDS))
-        except RayError as error:
-            raise PlacementError(
-                f"a machine of the Ray cluster (node {node[:6]}) can't run a first task: {error}"
-            ) from error
+    nodes = cluster_nodes()
+    with_gpus = {id: node for id, node in nodes.items() if node.resources.get("GPU", 0.0) >= 1}
+    memory = ask_nodes(with_gpus, gpu_memory_here)
     return cluster_of(list(nodes.values()), memory, kinds)
 
 

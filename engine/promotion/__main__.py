@@ -13,34 +13,29 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from engine.console import command_line, say
-from engine.errors import EngineError
 from engine.lineage.lookup import open_registry
 from engine.promotion.champions import WAIT_SECONDS, Champions, LockTimeouts
 
 STATUS = "exit status: 0 done; 1 refused or no answer, and nothing was moved; 2 wrong usage"
 
 
-@command_line
+@command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command == "rollback" and options.force and not options.to:
         parser.error("--force needs --to VERSION")
-    try:
-        timeouts = LockTimeouts(wait=getattr(options, "wait", WAIT_SECONDS))
-        # Looking at a history must not create a store.
-        champions = Champions(open_registry(), options.model, options.alias, timeouts)
-        if options.command == "history":
-            moves = champions.history()
-        else:
-            names = ("to", "expected", "request", "force", "approved_by", "dry_run")
-            asked = {name: getattr(options, name) for name in names}
-            user, verify = getpass.getuser(), not options.no_verify
-            moves = [champions.rollback(options.reason, by=user, verify=verify, **asked)]
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return 1
+    timeouts = LockTimeouts(wait=getattr(options, "wait", WAIT_SECONDS))
+    # Looking at a history must not create a store.
+    champions = Champions(open_registry(), options.model, options.alias, timeouts)
+    if options.command == "history":
+        moves = champions.history()
+    else:
+        names = ("to", "expected", "request", "force", "approved_by", "dry_run")
+        settings = {name: getattr(options, name) for name in names}
+        user, verify = getpass.getuser(), not options.no_verify
+        moves = [champions.rollback(options.reason, by=user, verify=verify, **settings)]
     if options.json:
         say(json.dumps([asdict(move) for move in moves], indent=2))
     else:

@@ -22,39 +22,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from engine.console import display_path
 from engine.errors import ChampionChangedError, LineageError, TrackingError
-from engine.lineage.audit import audit
-from engine.lineage.lookup import review
-from engine.storage.artifacts import SOURCE, local_path, read_manifest
+from engine.storage.artifacts import read_manifest
 from engine.tracking import connection
 from engine.tracking.model_versions import ModelRegistry, ModelVersion, intact_copy
-
-DATASETS = ("dataset", "pairs")  # kinds of artifacts with prompts that were trained on
-
-
-def require_unmodified(
-    references: Sequence[str], trusted: Collection[str] | None = None
-) -> list[Path]:
-    """Re-hash artifacts and all that they were made from; return the datasets among them.
-
-    trusted: the public keys by which all must be signed, as in `lineage.audit`. Raises
-    LineageError, but not for sources: a folder that data arrives in changes every day.
-    """
-    reviewed = review(references, descendants=False)
-    nodes = reviewed.graph.nodes
-    faults = [
-        finding.text
-        for finding in audit(reviewed, trusted).faults
-        if finding.key not in nodes or nodes[finding.key].kind != SOURCE
-    ]
-    if faults:
-        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-        raise LineageError(
-            f"what the promotion is based on is not as recorded: {faults[0]}{more}; nothing was "
-            "moved; see `python -m engine.lineage verify`, then make the artifact again"
-        )
-    return [local_path(node.uri) for node in nodes.values() if node.kind in DATASETS]
 
 
 def require_intact_copy(
@@ -68,29 +39,12 @@ def require_intact_copy(
         try:
             copy = intact_copy(registry, version, Path(scratch))
             if trusted is not None and (fault := read_manifest(copy).signature_fault(trusted)):
-                raise LineageError(fault)
+                raise LineageError(
+                    f"MLflow's copy of {version.name} version {version.version}: {fault}, and "
+                    "delete the version"
+                )
         except LineageError as error:
             raise error.with_message(f"{error}; nothing was moved") from error
-
-
-def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> str:
-    """Return the dataset's digest; LineageError unless the evaluation compared `policy` on it."""
-    evidence = read_manifest(evaluation)
-    if evidence.kind != "evaluation":
-        raise LineageError(
-            f"evaluation={display_path(evaluation)} is an artifact of kind {evidence.kind!r}; give "
-            "the folder of an evaluation"
-        )
-    parents = {parent.name: parent.digest for parent in evidence.parents}
-    for name, folder in (("dataset", dataset), ("policy", policy)):
-        digest = read_manifest(folder).digest
-        if parents.get(name) != digest:
-            raise LineageError(
-                f"the evaluation {display_path(evaluation)} is of {name} "
-                f"{parents.get(name, 'unknown')[:12]}, and {name}={display_path(folder)} is "
-                f"{digest[:12]}; give the artifacts of one run"
-            )
-    return parents["dataset"]
 
 
 WRITE_SECONDS = 300.0  # the longest that a call and its retries take: 4 tries of 60 s, and pauses
@@ -427,7 +381,6 @@ class Champions:
         return read_moves(model.tags, self.alias), None if at is None else str(at)
 
     def _reconcile(self, lock: ModelLock) -> list[AliasMove]:
-        """Write into the record what it lacks, and return it."""
         moves, current = self._read()
         record, never_made = reconcile(moves, current, _utc())
         for move in record:

@@ -1,4 +1,4 @@
-"""The gate: measure what the rules need, judge a version, and move the alias if it passes.
+"""The gate: check the evidence, measure what the rules need, and move the alias if they pass.
 
 The rules themselves are in `rules`; those of reward models are here. Both fail closed: what could
 not be measured is not promoted.
@@ -19,7 +19,7 @@ import pandas as pd
 
 from engine.config import DataConfig, EvaluateConfig, GuardConfig, PromoteConfig
 from engine.config.pipeline import RewardModelGateConfig
-from engine.console import points
+from engine.console import display_path, points, say
 from engine.data.rows import prompt_text
 from engine.errors import ChampionChangedError, DataError, EngineError, LineageError
 from engine.evaluation.comparability import incomparable
@@ -30,16 +30,88 @@ from engine.evaluation.metrics import (
     ratio_interval,
 )
 from engine.evaluation.policy_steps import read_policy_steps
-from engine.evaluation.results import check_paired, prompt_digest
-from engine.evaluation.summary import ALL, read_problems, rows_of_set, set_names
+from engine.evaluation.results import check_paired, prompt_digest, read_rows
+from engine.evaluation.summary import ALL, TEST, read_problems, rows_of_set, set_names
+from engine.lineage.audit import audit
+from engine.lineage.lookup import review
 from engine.promotion.champions import Champions, require_intact_copy
 from engine.promotion.rules import Decision, Measurements, RuleOutcome, decision_of
-from engine.storage.artifacts import Manifest, Parent, local_path, verify
+from engine.storage.artifacts import SOURCE, Manifest, Parent, local_path, read_manifest, verify
 from engine.storage.digests import sources_digest
 
 if TYPE_CHECKING:
     from engine.tracking import Tracker
     from engine.tracking.model_versions import ModelRegistry, ModelVersion
+
+
+DATASETS = ("dataset", "pairs")  # kinds of artifacts with prompts that were trained on
+
+
+def require_unmodified(
+    references: Sequence[str], trusted: Collection[str] | None = None
+) -> list[Path]:
+    """Re-hash artifacts and all that they were made from; return the datasets among them.
+
+    trusted: the public keys by which all must be signed, as in `lineage.audit`. Raises
+    LineageError, but not for sources: a folder that data arrives in changes every day.
+    """
+    reviewed = review(references, descendants=False)
+    nodes = reviewed.graph.nodes
+    faults = [
+        finding.text
+        for finding in audit(reviewed, trusted).faults
+        if finding.key not in nodes or nodes[finding.key].kind != SOURCE
+    ]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise LineageError(
+            f"what the promotion is based on is not as recorded: {faults[0]}{more}; nothing was "
+            "moved; see `python -m engine.lineage verify`, then make the artifact again"
+        )
+    return [local_path(node.uri) for node in nodes.values() if node.kind in DATASETS]
+
+
+def check_evidence(dataset: Path, policy: Path, evaluation: Path) -> Manifest:
+    """Return an evaluation's manifest; LineageError unless it compared `policy` on `dataset`."""
+    evidence = read_manifest(evaluation)
+    if evidence.kind != "evaluation":
+        raise LineageError(
+            f"evaluation={display_path(evaluation)} is an artifact of kind {evidence.kind!r}; give "
+            "the folder of an evaluation"
+        )
+    parents = {parent.name: parent.digest for parent in evidence.parents}
+    for name, folder in (("dataset", dataset), ("policy", policy)):
+        digest = read_manifest(folder).digest
+        if parents.get(name) != digest:
+            raise LineageError(
+                f"the evaluation {display_path(evaluation)} is of {name} "
+                f"{parents.get(name, 'unknown')[:12]}, and {name}={display_path(folder)} is "
+                f"{digest[:12]}; give the artifacts of one run"
+            )
+    return evidence
+
+
+STARTS = ("warm_start", "policy")  # parents from which RL, and which preferences, train a policy
+
+
+def require_own_start(policy: Manifest, evaluation: Manifest) -> None:
+    """Raise LineageError where an evaluation's baseline is not what the policy was trained from.
+
+    With training in rounds any round's start counts; a policy that records none may have any.
+    """
+    starts: list[str] = []
+    start = next((p for p in policy.parents if p.name in STARTS), None)
+    while start is not None and start.digest not in starts:
+        starts.append(start.digest)
+        made_of = read_manifest(local_path(start.uri)).parents if start.kind == "preference" else ()
+        start = next((p for p in made_of if p.name in STARTS), None)
+    baseline = {p.name: p.digest for p in evaluation.parents}.get("warm_start", "nothing")
+    if starts and baseline not in starts:
+        raise LineageError(
+            f"the evaluation {evaluation.digest[:12]} compares with {baseline[:12]}, and the "
+            f"policy was trained from {starts[0][:12]}; evaluate it against that, or set "
+            "promote.bootstrap=true, which asks for no gain"
+        )
 
 
 def trained_on(
@@ -65,15 +137,6 @@ def trained_on(
     ]
 
 
-def share_trained_on(
-    test: Sequence[str], training: Iterable[str], ngram: int, overlap: float
-) -> float:
-    """Return the share (0 to 1) of test texts that the training texts contain; see `trained_on`."""
-    if not test:
-        raise DataError("there are no test prompts to look for in the training data")
-    return sum(trained_on(test, training, ngram, overlap)) / len(test)
-
-
 def words(text: str) -> tuple[str, ...]:
     """Return a text's words without case and punctuation."""
     return tuple(re.findall(r"\w+", text.casefold()))
@@ -88,52 +151,65 @@ LAST_STEPS = 0.1  # share of RL's steps whose KL counts
 KL_COLUMN = "actor/kl"
 
 
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The evaluation of the new model, which the champion's must match."""
+
+    policy: Path  # folder of the new model
+    dataset: Path  # folder with the evaluation sets
+    rows: pd.DataFrame  # of the new model
+    manifest: Manifest  # of its evaluation
+    data: DataConfig
+    evaluate: EvaluateConfig
+    seed: int
+
+
 def measure(
+    new: Evaluated,
     before: pd.DataFrame,
-    after: pd.DataFrame,
     against: Literal["champion", "warm_start", "start_model"],
-    *,
     dataset: str,
-    policy: Path,
     datasets: Iterable[Path],
     rules: PromoteConfig,
-    confidence: float,
     approved_by: str = "",
 ) -> Measurements:
-    """Measure a new model (`after`) against another (`before`) by rows of `evaluation.results`.
+    """Measure a new model against the rows `before` of another.
 
-    dataset: the evaluation set that is measured; guards see the others, too. policy: the new
-    model's artifact. datasets: all dataset artifacts that it descends from. Raises DataError where
-    the rows are not of the same problems, or have none of the set.
+    dataset: the evaluation set that is measured; guards see the others, too. datasets: all dataset
+    artifacts that the new model descends from. Raises DataError where the rows are not of the same
+    problems, or have none of the set.
     """
+    after, confidence = new.rows, new.evaluate.confidence
     check_paired(before, after)
     guards: dict[str, Interval | None] = {}
     for guard in rules.guards:
-        old, new = _guarded(before, guard), _guarded(after, guard)
-        guards[guard.name] = paired_interval(old, new, confidence) if len(new) else None
+        old, scores = _guarded(before, guard), _guarded(after, guard)
+        guards[guard.name] = paired_interval(old, scores, confidence) if len(scores) else None
     before, after = rows_of_set(before, dataset), rows_of_set(after, dataset)
-    old, new = (rows["response_length"].to_numpy(float) for rows in (before, after))
-    ratio = ratio_interval(old, new, confidence) if rules.max_length_ratio is not None else None
-    old, new = (rows["greedy_correct"].to_numpy(float) for rows in (before, after))
-    test, rule = list(after["prompt"]), rules.contamination
+    old, lengths = (rows["response_length"].to_numpy(float) for rows in (before, after))
+    bounded = rules.max_length_ratio is not None
+    right_before, right = (rows["greedy_correct"].to_numpy(float) for rows in (before, after))
+    rule, training = rules.contamination, training_prompts(datasets)
+    known = trained_on(list(after["prompt"]), training, rule.ngram, rule.overlap)
     return Measurements(
         against=against,
         problems=len(after.drop_duplicates(["prompt", "ground_truth"])),
-        gain=paired_interval(old, new, confidence),
-        score=mean_interval(new, confidence),
+        gain=paired_interval(right_before, right, confidence),
+        score=mean_interval(right, confidence),
         guards=guards,
-        kl=last_kl(policy) if rules.max_kl is not None else None,
-        length_ratio=ratio,
-        contamination=share_trained_on(test, _training_prompts(datasets), rule.ngram, rule.overlap),
+        kl=last_kl(new.policy) if rules.max_kl is not None else None,
+        length_ratio=ratio_interval(old, lengths, confidence) if bounded else None,
+        contamination=sum(known) / len(known),
         approved_by=approved_by,
     )
 
 
-def judged_sets(rows: pd.DataFrame, dataset: str, required: Sequence[str]) -> list[str]:
+def judged_sets(new: Evaluated, dataset: str) -> list[str]:
     """The evaluation sets that decide, `dataset` or all; DataError where one is missing."""
-    names = set_names(rows) if dataset == ALL else [dataset]
+    required = [TEST, *(extra.name for extra in new.data.evaluation_sets)]
+    names = set_names(new.rows) if dataset == ALL else [dataset]
     for name in (*names, *(required if dataset == ALL else ())):
-        rows_of_set(rows, name)
+        rows_of_set(new.rows, name)
     return names
 
 
@@ -162,7 +238,7 @@ def _guarded(rows: pd.DataFrame, guard: GuardConfig) -> np.ndarray:
     return columns[guard.metric].to_numpy(float)
 
 
-def _training_prompts(datasets: Iterable[Path]) -> Iterator[str]:
+def training_prompts(datasets: Iterable[Path]) -> Iterator[str]:
     """Yield the prompts of all splits that were trained on; DataError where there are none."""
     paths = [folder / f"{split}.parquet" for folder in datasets for split in TRAINING_SPLITS]
     paths = [path for path in paths if path.is_file()]
@@ -173,22 +249,6 @@ def _training_prompts(datasets: Iterable[Path]) -> Iterator[str]:
         )
     for path in paths:
         yield from map(prompt_text, pd.read_parquet(path, columns=["prompt"])["prompt"])
-
-
-@dataclass(frozen=True, slots=True)
-class Evaluated:
-    """The evaluation of the new model, which the champion's must match."""
-
-    dataset: Path  # folder with the evaluation sets
-    rows: pd.DataFrame  # of the new model
-    manifest: Manifest  # of its evaluation
-    data: DataConfig
-    evaluate: EvaluateConfig
-    seed: int
-
-
-ChampionEvaluation = tuple[pd.DataFrame, Parent | None]
-"""The champion's rows for the same problems, and the artifact that they were read from, if any."""
 
 
 def champion_to_compare(
@@ -205,7 +265,7 @@ def champion_to_compare(
 
 def _recorded(
     champion: ModelVersion, new: Evaluated, trusted: Collection[str] | None
-) -> ChampionEvaluation:
+) -> tuple[pd.DataFrame, Parent]:
     """Read the champion's own evaluation; LineageError or StorageError where it can't be used."""
     uri = champion.tags.get("evaluation_uri", "")
     if not uri:
@@ -221,7 +281,7 @@ def _recorded(
         raise LineageError(f"{uri} is of another model")
     if different := incomparable(manifest, new.manifest):
         raise LineageError(f"it differs from the new model's in {', '.join(different)}")
-    rows = pd.read_parquet(folder / "rows_rl.parquet")
+    rows = read_rows(folder, "rl")
     if prompt_digest(rows) != prompt_digest(new.rows):
         raise LineageError("it is of other problems")
     return rows, manifest.as_parent("champion_evaluation", uri)
@@ -252,31 +312,31 @@ def champion_evaluation(
     *,
     scratch: Path,
     trusted: Collection[str] | None = None,
-    notify: Callable[[str], None],
-) -> ChampionEvaluation:
+) -> tuple[pd.DataFrame, Parent | None]:
     """Read the champion's recorded evaluation, or evaluate it now in the folder `scratch`.
 
-    A recorded evaluation counts only when it is intact, signed by one of the public keys `trusted`
-    (None: it need not be), is of this champion and the same problems, and was made as the new
-    model's was. Raises LineageError where MLflow's copy of the champion
-    doesn't match its tags, or it must be evaluated and the new model was by other code.
+    Returns its rows for the new model's problems, and the artifact that they were read from, if
+    any. A recorded evaluation counts only when it is intact, signed by one of the public keys
+    `trusted` (None: it need not be), of this champion and the same problems, and made as the new
+    model's was. Raises LineageError where MLflow's copy of the champion doesn't match its tags, or
+    it must be evaluated and the new model was by other code.
     """
     require_intact_champion(tracker, champion, alias, trusted)
     try:
         return _recorded(champion, new, trusted)
     except (EngineError, OSError) as error:
-        notify(f"the champion's recorded evaluation can't be used ({error})")
+        say(f"promotion: the champion's recorded evaluation can't be used ({error})")
     if new.manifest.sources_digest != sources_digest():
         raise LineageError(
             f"the evaluation {new.manifest.digest[:12]} was made by other code "
             f"({new.manifest.code_version}) than would evaluate the champion now; nothing was "
             "moved; evaluate the model again with this code, then promote it"
         )
-    notify(f"evaluating the champion (version {champion.version}) on these problems")
+    say(f"promotion: evaluating the champion (version {champion.version}) on these problems")
     from engine.evaluation.scoring import evaluate_model  # torch takes seconds
 
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
-        model = tracker.download_model(champion.name, champion.version, Path(folder) / "champion")
+        model = tracker.download_model(champion, Path(folder) / "champion")
         rows = evaluate_model(
             model, read_problems(new.dataset), "champion", new.evaluate, seed=new.seed,
             max_response_length=new.data.max_response_length,
@@ -304,14 +364,14 @@ def decide_reward_model(
     checks = [("accuracy", rate, rules.minimum_accuracy, shown, f"{rules.minimum_accuracy:.1%}")]
     if champion is not None:
         gain = paired_interval(champion, right, CONFIDENCE)
-        shown = f"a gain over the champion of {points(gain.mean, gain.low, gain.high, 2)} on the "
+        shown = f"a gain over the champion of {points(gain, 2)} on the "
         bound = f"{100 * rules.minimum_gain:+.2f}"
         checks.append(("gain", gain, rules.minimum_gain, f"{shown}same pairs", bound))
     outcomes = []
     for rule, interval, minimum, shown, bound in checks:
-        passed, ends = interval.low > minimum, [interval.mean, interval.low, interval.high]
+        passed = interval.low > minimum
         sentence = f"{shown}; the lower end {'is' if passed else 'must be'} above {bound}"
-        outcomes.append(RuleOutcome(rule, passed, ends, minimum, sentence))
+        outcomes.append(RuleOutcome(rule, passed, list(interval), minimum, sentence))
     return decision_of(outcomes)
 
 

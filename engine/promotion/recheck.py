@@ -6,11 +6,10 @@ write an evaluation. What the models answer is evidence of its own.
 
 from __future__ import annotations
 
-import math
 import secrets
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,15 +32,6 @@ if TYPE_CHECKING:
 SIGNIFICANCE = 0.01  # how rarely an honest evaluation is refused
 ROUNDING_FLOAT32, ROUNDING_BFLOAT16 = 0.001, 0.02
 LARGEST_ON_CPU = 2_000_000_000  # parameters of a model that a gate without a GPU decodes
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A model of an evaluation, and its table."""
-
-    folder: Path
-    rows: pd.DataFrame
-    flattering: bool  # the verdict that speaks for the new model: true of its own, false of others
 
 
 def baseline_model(
@@ -77,63 +67,70 @@ def draw(sizes: Mapping[str, int], problems: int) -> tuple[int, dict[str, list[i
 
 
 def explained(verdicts: int, rounding: float) -> int:
-    """Return how many of so many verdicts rounding may turn before chance does not explain it.
+    """Return how many of `verdicts` may turn before rounding does not explain it.
 
-    The smallest number that a binomial count exceeds with a probability below `SIGNIFICANCE`.
+    An exact binomial test (Clopper and Pearson, Biometrika 26:404, 1934) of "rounding turns a share
+    of at most `rounding` of all verdicts": the smallest k with P(X > k) ≤ SIGNIFICANCE, X binomial.
+    A verdict can be turned one way only, so that an honest evaluation is refused more rarely still.
     """
-    above, turned = 1.0, -1
-    while above >= SIGNIFICANCE and turned < verdicts:
-        turned += 1
-        chance = rounding**turned * (1 - rounding) ** (verdicts - turned)
-        above -= math.comb(verdicts, turned) * chance
-    return turned
+    from scipy.stats import binom  # takes a second
+
+    return int(binom.isf(SIGNIFICANCE, verdicts, rounding))
 
 
 def recheck(
-    models: Sequence[Recorded],
+    new: Evaluated,
+    before: pd.DataFrame | None,
     problems: Mapping[str, pd.DataFrame],
     rules: RecheckConfig,
-    new: Evaluated,
+    tracker: Tracker,
+    champion: ModelVersion | None,
+    scratch: Path,
 ) -> tuple[RuleOutcome, dict[str, object]]:
-    """Decode a sample of the problems greedily with each model; return the outcome and its record.
+    """Decode a sample of the problems greedily with both models; return the outcome and its record.
 
-    problems: RL rows by evaluation set, those that decide. A verdict counts against the evaluation
-    where the recorded one speaks for the new model and the one of now doesn't: more than rounding
-    explains, or a single one of the same completion, fail it. So does a model that needs a GPU
-    where there is none.
+    before: the rows of the baseline, which is the champion or what the new model was compared with;
+    None: the new model alone answers. problems: RL rows by evaluation set, those that decide.
+
+    A verdict has turned where the recorded one speaks for the new model (right of its own, wrong of
+    the baseline's) and the one of now doesn't. More of them than `explained` fail the evaluation,
+    and so does one of the same completion, which rounding has not changed: the scorer must judge a
+    text alike each time. A model that needs a GPU where there is none fails it, too.
     """
     import torch  # takes seconds
 
     from engine.evaluation.decode import parameter_count
     from engine.evaluation.scoring import answer_greedily
 
-    on_gpu = torch.cuda.is_available()
-    largest = max(parameter_count(model.folder) for model in models)
-    if not on_gpu and largest > LARGEST_ON_CPU:
-        sentence = (
-            f"promote.recheck decodes with a model of {largest / 1e9:.1f} billion parameters, and "
-            "this machine has no GPU; promote on a profile with one, or set "
-            "promote.recheck.problems=0"
-        )
-        return RuleOutcome("recheck", False, None, None, sentence), {}
-    started = time.perf_counter()
-    say(f"promotion: {len(models)} models answer {rules.problems} problems again")
+    started, on_gpu = time.perf_counter(), torch.cuda.is_available()
     seed, picks = draw({name: len(rows) for name, rows in problems.items()}, rules.problems)
     drawn = {name: problems[name].iloc[where] for name, where in picks.items()}
     turned = same = verdicts = 0
-    for model in models:
-        recorded = pd.concat([rows_of_set(model.rows, name).iloc[picks[name]] for name in picks])
-        answers = answer_greedily(
-            model.folder, drawn, new.evaluate,
-            max_response_length=new.data.max_response_length,
-            max_prompt_length=new.data.max_prompt_length, seed=new.seed,
-        )  # fmt: skip
-        verdicts += len(answers)
-        before = zip(recorded["greedy_correct"], recorded["greedy_completion"], strict=True)
-        for (verdict, text), answer in zip(before, answers, strict=True):
-            if bool(verdict) == model.flattering and answer.correct != model.flattering:
-                turned += 1
-                same += text == answer.text
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
+        models = [(new.policy, new.rows, True)]  # and the verdict that speaks for the new model
+        if before is not None:
+            models.append((baseline_model(new, tracker, champion, Path(folder)), before, False))
+        largest = max(parameter_count(model) for model, *_ in models)
+        if not on_gpu and largest > LARGEST_ON_CPU:
+            sentence = (
+                f"promote.recheck decodes with a model of {largest / 1e9:.1f} billion parameters, "
+                "and this machine has no GPU; promote on a profile with one, or set "
+                "promote.recheck.problems=0"
+            )
+            return RuleOutcome("recheck", False, None, None, sentence), {}
+        say(f"promotion: {len(models)} models answer {rules.problems} problems again")
+        for model, rows, flattering in models:
+            recorded = pd.concat([rows_of_set(rows, name).iloc[picks[name]] for name in picks])
+            answers = answer_greedily(
+                model, drawn, new.evaluate, max_response_length=new.data.max_response_length,
+                max_prompt_length=new.data.max_prompt_length, seed=new.seed,
+            )  # fmt: skip
+            verdicts += len(answers)
+            columns = recorded["greedy_correct"], recorded["greedy_completion"]
+            for verdict, text, answer in zip(*columns, answers, strict=True):
+                if verdict == flattering and answer.correct != flattering:
+                    turned += 1
+                    same += text == answer.text
     say(f"promotion: answered again in {human_time(time.perf_counter() - started)}")
     rounding = rules.rounding
     if rounding is None:
@@ -145,7 +142,7 @@ def recheck(
         f"new model's favour did not come out again, and rounding explains {most}"
     )
     if not passed:
-        sentence += f"; {same} are of the same completion" * bool(same)
+        sentence += f"; {same} of the same completion" * bool(same)
         sentence += "; evaluate the model again, on the profile that promotes it"
     record = {"seed": seed, "problems": picks, "verdicts": verdicts, "turned": turned}
     return RuleOutcome("recheck", passed, float(turned), float(most), sentence), record

@@ -65,11 +65,6 @@ class Decision:
         return {**asdict(self), "waits_for_approval": self.waits_for_approval}
 
 
-def decide(measurements: Measurements, rules: PromoteConfig) -> Decision:
-    """Check the measurements against every rule; promote if all of them pass."""
-    return decision_of(_outcomes(measurements, rules))
-
-
 def decide_on_sets(sets: Mapping[str, Measurements], rules: PromoteConfig) -> Decision:
     """Check every evaluation set that decides; all, and at least one, must pass.
 
@@ -112,7 +107,7 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Rule
         else:
             passed = score.low >= least
             yield RuleOutcome(
-                "score", passed, _three(score), least,
+                "score", passed, list(score), least,
                 f"pass@1 is {score.mean:.2%} [{score.low:.2%}, {score.high:.2%}]; its lower end "
                 f"{_must_be(passed)} at or above the required {least:.2%}",
             )  # fmt: skip
@@ -123,8 +118,8 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Rule
         else:
             passed = change.low >= -guard.tolerance
             yield RuleOutcome(
-                rule, passed, _three(change), -guard.tolerance,
-                f"{guard.name} changes by {points(change.mean, change.low, change.high, 2)}; its "
+                rule, passed, list(change), -guard.tolerance,
+                f"{guard.name} changes by {points(change, 2)}; its "
                 f"lower end {_must_be(passed)} at or above {_points(-guard.tolerance)}",
             )  # fmt: skip
     if rules.max_kl is not None:
@@ -141,7 +136,7 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Rule
         else:
             passed = ratio.high <= limit
             yield RuleOutcome(
-                "length", passed, _three(ratio), limit,
+                "length", passed, list(ratio), limit,
                 f"responses are {ratio.mean:.3g} [{ratio.low:.3g}, {ratio.high:.3g}] times as "
                 f"long; the upper end {_bound(passed)} {limit:.3g}",
             )  # fmt: skip
@@ -163,14 +158,14 @@ def _gain(measurements: Measurements, rules: PromoteConfig) -> RuleOutcome:
     if gain is None or not _in_range(gain, -1, 1):
         return _unreadable("gain", gain, minimum, "the gain in pass@1")
     over = measurements.against.replace("_", " ")
-    shown = f"pass@1 gain {points(gain.mean, gain.low, gain.high, 2)} over the {over}"
+    shown = f"pass@1 gain {points(gain, 2)} over the {over}"
     if measurements.against != "champion" and rules.bootstrap:
         sentence = f"{shown}, of which promote.bootstrap asks nothing for the first champion"
-        return RuleOutcome("gain", True, _three(gain), None, sentence)
+        return RuleOutcome("gain", True, list(gain), None, sentence)
     passed = gain.low > minimum
     shown += ", its lower end above" if passed else "; its lower end must be above"
     sentence = f"{shown} the required gain of {_points(minimum)} percentage points"
-    return RuleOutcome("gain", passed, _three(gain), minimum, sentence)
+    return RuleOutcome("gain", passed, list(gain), minimum, sentence)
 
 
 def with_reward_audit(
@@ -183,29 +178,28 @@ def with_reward_audit(
     if not rules.require_reward_audit or not decision.outcomes:
         return decision
     recorded, scorer = evaluation.get("reward_audit"), evaluation.get("scorer")
-    audits = recorded if isinstance(recorded, list) else []
-    holes = [hole for audit in audits if audit["passed"] is not True for hole in audit["holes"]]
-    passed = all(audit["passed"] is True for audit in audits)
-    sentence, value = "the scorers passed the reward audit", "passed"
-    if scorer not in [audit["scorer"] for audit in audits]:
-        passed, value = False, "missing"
+    entries = recorded if isinstance(recorded, list) else []
+    audits = [entry if isinstance(entry, Mapping) else {} for entry in entries]
+    failed = [audit for audit in audits if audit.get("passed") is not True]
+    value, sentence = "passed", "the scorers passed the reward audit"
+    if not scorer or scorer not in [audit.get("scorer") for audit in audits]:
+        value = "missing"
         sentence = "the evaluation records no reward audit of its scorer; evaluate again with one"
-    elif not passed:
-        value = "failed"
+    elif failed:
+        value, holes = "failed", [str(hole) for audit in failed for hole in audit.get("holes", ())]
         sentence = f"a scorer failed the reward audit ({', '.join(holes)}); correct it, train again"
-    outcome = RuleOutcome("reward audit", passed, value, "passed", sentence)
+    outcome = RuleOutcome("reward audit", value == "passed", value, "passed", sentence)
     return decision_of([*decision.outcomes, outcome])
 
 
 def _unreadable(rule: str, value: object, bound: Measured, what: str) -> RuleOutcome:
-    """Return the outcome of a rule whose measurement is missing or no number."""
     shown = "was not measured" if value is None else f"is {value!r}, which can't be"
     return RuleOutcome(rule, False, None, bound, f"{what} {shown}; evaluate again")
 
 
 def _in_range(interval: Interval, low: float, high: float) -> bool:
-    numbers = (low, interval.low, interval.mean, interval.high, high)
-    return all(map(_is_finite, numbers[1:4])) and list(numbers) == sorted(numbers)
+    numbers = [low, interval.low, interval.mean, interval.high, high]
+    return all(map(_is_finite, interval)) and numbers == sorted(numbers)
 
 
 def _must_be(passed: bool) -> str:
@@ -218,10 +212,6 @@ def _bound(passed: bool) -> str:
 
 def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _three(interval: Interval) -> list[float]:
-    return [interval.mean, interval.low, interval.high]
 
 
 def _points(fraction: float) -> str:

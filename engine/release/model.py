@@ -5,7 +5,6 @@ Anything that can't be read, is missing or was changed raises LineageError: a ca
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from engine.errors import LineageError
 from engine.evaluation.lm_eval import FILE, HarnessScore, from_json
-from engine.evaluation.summary import EvaluationComparison
+from engine.evaluation.summary import EvaluationComparison, read_sets
 from engine.lineage.audit import audit
 from engine.lineage.graph import MODEL_VERSION, ArtifactNode, Graph, StoredArtifact, artifact_node
 from engine.lineage.lookup import PREFIX, review
@@ -22,7 +21,6 @@ from engine.storage.artifacts import SOURCE, Manifest, local_path, read_manifest
 from engine.storage.filesystem import SECONDS, is_hub_id, read_file, split_revision
 
 CONFIG = "config.json"  # what makes an artifact a model
-COMPARISON = "comparison.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,16 +127,11 @@ def _evaluation_of(graph: Graph, start: ArtifactNode, model: ArtifactNode) -> Ar
 
 def _scores(evaluation: ArtifactNode) -> tuple[EvaluationComparison, tuple[HarnessScore, ...]]:
     """Return an evaluation's comparison, and the model's scores in the harness if it was run."""
-    where = f"{evaluation.uri}/{COMPARISON}"
-    try:
-        values = json.loads(read_file(where, LineageError))
-    except (FileNotFoundError, ValueError) as error:
-        raise LineageError(f"{where} can't be read ({error}); evaluate the model again") from error
     harness: tuple[HarnessScore, ...] = ()
     if evaluation.manifest is not None and FILE in evaluation.manifest.files:
         where = f"{evaluation.uri}/{FILE}"
         harness = tuple(from_json(read_file(where, LineageError), where).get("rl", ()))
-    return EvaluationComparison.from_dict(values), harness
+    return read_sets(evaluation.uri)[0].comparison, harness
 
 
 CARD = "README.md"

@@ -27,7 +27,7 @@ from engine.redaction import presentable
 from engine.release.model import Base, Licence, ReleasedModel
 from engine.storage.artifacts import SOURCE
 from engine.storage.digests import FileEntry, hash_files
-from engine.storage.filesystem import fsync_tree, is_hub_id
+from engine.storage.filesystem import fsync_tree, is_hub_id, writing
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, EvalResult
@@ -113,7 +113,7 @@ def score_sections(model: ReleasedModel) -> list[str]:
         f"{comparison.confidence:.0%} intervals; evaluation `{evaluation.digest}`, "
         f"seed {comparison.seed}.",
         table(("", start.replace("_", " "), "this model"), rows),
-        f"Paired gain in greedy pass@1: {points(gain.mean, gain.low, gain.high)}"
+        f"Paired gain in greedy pass@1: {points(gain)}"
         f"; {comparison.fixed} problems became right and {comparison.broken} wrong.",
     ]
     scores = []
@@ -312,7 +312,7 @@ def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
     if target.exists():
         raise StorageError(f"{target} is there already; delete it, or name another folder")
     files = released_files(model)
-    try:
+    with writing(target, "free space, or name another folder"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as draft:
             folder = Path(draft) / "model"  # with the usual permissions, unlike the draft
@@ -329,10 +329,6 @@ def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
             (folder / CARD).write_text(card, encoding="utf-8")
             fsync_tree(folder)
             os.rename(folder, target)
-    except OSError as error:
-        raise StorageError(
-            f"can't write {target}: {error.strerror or error}; free space, or name another folder"
-        ) from error
     return target
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import re
 import string
-import unicodedata
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from math import cos, inf, nextafter, pi
-from typing import Any
+from typing import Any, Literal, TypeAlias
+from unicodedata import normalize
 
 from engine.errors import RewardError
 from engine.final_answers import (
@@ -28,6 +29,7 @@ from engine.final_answers import (
     boxed_answer,
     choice,
     extract_answer,
+    has_box,
     has_format,
     last_boxed,
     last_letter,
@@ -42,19 +44,55 @@ from engine.rewards.reward_function import (
     resolve_reward,
 )
 
+AnswerKind: TypeAlias = Literal["number", "letter", "latex", "text", "other"]
+_LONGEST_TEXT = 200  # characters of an answer; what is longer is tests, a schema or a solution
+
+
+def answer_text(truth: object) -> str:
+    """The answer that a ground truth states: the first of a list, the box of a solution."""
+    first = truth[0] if isinstance(truth, list | tuple) and truth else truth
+    text = "" if first is None else str(first)
+    boxed = last_boxed(text)
+    return (text if boxed is None else boxed).strip().strip("$").strip()
+
+
+def _empty(truth: object) -> RewardError:
+    return RewardError(f"ground_truth is {truth!r}, which is empty; correct or drop the row")
+
+
+@lru_cache(maxsize=4096)
+def answer_kind(answer: str) -> AnswerKind:
+    """What an answer is, by its text."""
+    if normalise_number(answer) is not None:
+        return "number"
+    if len(letter := answer.strip("(). ")) == 1 and "A" <= letter <= "Z":
+        return "letter"
+    if not answer or len(answer) > _LONGEST_TEXT or "\n" in answer or answer[0] in "{[":
+        return "other"
+    return "latex" if "\\" in answer else "text"
+
+
 # The lenient readings, which take a part of the last line for the answer. No score comes of them.
 
 
-def lenient_match(completion: str, truth: object) -> bool:
-    """Whether the ground truth, or one of its list, stands in the last line of a completion."""
+def lenient_match(completion: str, truth: object) -> bool | None:
+    """Whether the ground truth, or one of its list, stands in the last line of a completion.
 
-    def words(text: str) -> str:
-        found = re.findall(r"\d[\d,]*(?:\.\d+)?|[^\W\d]+", as_ascii(text[-LONGEST:]).lower())
-        return f" {' '.join(word.replace(',', '') for word in found)} "
+    Of a letter, whether it is the last one that stands alone. None for a truth that is no answer.
+    """
+    truths = [
+        answer_text(right) for right in (truth if isinstance(truth, list | tuple) else [truth])
+    ]
+    kinds = {answer_kind(right) for right in truths} - {"other"}
+    if kinds <= {"letter"}:
+        return lenient_choice(completion, truths[0]) if kinds else None
+    line = _words(completion.strip().rpartition("\n")[2])
+    return any(_words(right).strip() and _words(right) in line for right in truths)
 
-    line = words(completion.strip().rpartition("\n")[2])
-    truths = truth if isinstance(truth, list | tuple) else [truth]
-    return any(words(str(right)).strip() and words(str(right)) in line for right in truths)
+
+def _words(text: str) -> str:
+    words = re.findall(r"\d[\d,]*(?:\.\d+)?|[^\W\d]+", as_ascii(text[-LONGEST:]).lower())
+    return f" {' '.join(word.replace(',', '') for word in words)} "
 
 
 def lenient_choice(completion: str, truth: object) -> bool:
@@ -62,12 +100,14 @@ def lenient_choice(completion: str, truth: object) -> bool:
     return last_letter(completion) == _right_letter(truth)
 
 
-_DETAILS: dict[str, Any] = {"lenient": lenient_match, "row_options": ("decimal_mark",)}
-
 # GSM8K's rule: the number after the last `####`.
 
+_BY_ROW = ("decimal_mark",)
 
-@register_row_reward("answer_match", answer=extract_answer, well_formed=has_format, **_DETAILS)
+
+@register_row_reward(
+    "answer_match", answer=extract_answer, well_formed=has_format, row_options=_BY_ROW
+)
 def answer_match(
     completion: str, truth: object, *, method: Method = "strict", decimal_mark: DecimalMark = "."
 ) -> bool:
@@ -92,7 +132,7 @@ def answer_match(
     components=("answer", "format"),
     answer=extract_answer,
     well_formed=has_format,
-    **_DETAILS,
+    row_options=_BY_ROW,
 )
 def answer_and_format(
     prompts: Sequence[str],
@@ -117,10 +157,17 @@ def answer_and_format(
 # The answer in LaTeX's `\boxed{…}`, as MATH's solutions and many models write it.
 
 
-def math_answer(text: str, *, decimal_mark: DecimalMark = ".") -> str | None:
-    """The answer in the last box (see `boxed_answer`); numbers are normalised."""
-    boxed = boxed_answer(after_thinking(text))
-    return boxed and (normalise_number(boxed, decimal_mark) or boxed)
+def _math_text(text: str, boxed_only: bool) -> str | None:
+    text = after_thinking(text)
+    return boxed_answer(text) if boxed_only or has_box(text) else stated_answer(text)
+
+
+def math_answer(
+    text: str, *, boxed_only: bool = False, decimal_mark: DecimalMark = "."
+) -> str | None:
+    """The answer that `math` compares; numbers are normalised."""
+    answer = _math_text(text, boxed_only)
+    return answer and (normalise_number(answer, decimal_mark) or answer)
 
 
 @register_row_reward(
@@ -128,33 +175,28 @@ def math_answer(text: str, *, decimal_mark: DecimalMark = ".") -> str | None:
     pooled=True,
     imports=("engine.rewards._latex_equality",),
     answer=math_answer,
-    **_DETAILS,
+    row_options=_BY_ROW,
 )
 def math(
     completion: str, truth: object, *, boxed_only: bool = False, decimal_mark: DecimalMark = "."
 ) -> bool:
     """Whether a completion's answer equals the ground truth as mathematics (MATH).
 
-    The answer is in the last box; without one it is what the text ends with (see `stated_answer`),
+    The answer is in the last box; without one it is the one that is stated (see `stated_answer`),
     or with `boxed_only` none. A ground truth is LaTeX, e.g. "\\frac{1}{2}", or a solution that has
     it in a box; raises RewardError for an empty one. `math-verify` compares, which can take any
     time and memory: in a pool's process.
     """
-    expected, text = _math_truth(truth, decimal_mark), after_thinking(completion)
-    answer = boxed_answer(text)
-    if answer is None and not boxed_only and not re.search(r"\\(?:boxed|fbox)\b", text):
-        answer = stated_answer(text)
+    expected, answer = _math_truth(truth, decimal_mark), _math_text(completion, boxed_only)
     if not answer or len(expected) > LONGEST or len(answer) > LONGEST:
         return bool(answer) and answer == expected
     return _same_mathematics(_with_point(as_ascii(answer), decimal_mark), expected)
 
 
 def _math_truth(truth: object, decimal_mark: DecimalMark) -> str:
-    text = "" if truth is None else str(truth)
-    boxed = last_boxed(text)
-    expected = as_ascii(text if boxed is None else boxed).strip().strip("$").strip()
+    expected = as_ascii(answer_text(truth))
     if not expected:
-        raise RewardError(f"ground_truth is {truth!r}, which is empty; give LaTeX, or drop the row")
+        raise _empty(truth)
     return _with_point(expected, decimal_mark if isinstance(truth, str) else ".")
 
 
@@ -180,10 +222,11 @@ _LEFT_OVER = re.compile(
 _NAMED = re.compile(
     r"((?=.*[A-Za-z])(?:[^=<>≤≥≠≈\d,]|_\{\d+\}|_\d+|,(?=[^()]*\)))+?)(?:=|\\in\b|∈)(.+)", re.DOTALL
 )
+_INTEGER = re.compile(r"-?\d{1,15}", re.ASCII)  # whose comparison needs no parser
 _OR = re.compile(
     r",?\s*\\(?:text|mathrm)\{\s*,?\s*(?:or|and)\s*,?\s*\}\s*|(?<=[^\s{,]),?\s+(?:or|and)\s+"
 )
-_THOUSANDS = r"(?!(?<=\d,)\d{3}(?!\d))"  # a comma before three digits parts no list
+_COMMA = r",(?!(?<=\d,)\d{3}(?!\d))"  # one before three digits parts no list
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _PLAIN_WORDS = NUMBER_WORDS - {"pi", "mod", "minus"} | ALTERNATIVES
 
@@ -192,10 +235,12 @@ def _same_mathematics(answer: str, expected: str) -> bool:
     number = read_number(expected)
     if _plain(answer) == _plain(expected) or (number and read_number(answer) == number):
         return True
-    answer = _OR.sub(", ", answer.strip())
+    answer, truth = _OR.sub(", ", answer.strip()), _OR.sub(", ", expected)
     if not _RELATION.search(expected):  # "x = 5" names what is 5
-        answer = ", ".join(map(_value, _split(answer))).strip()
-    if not _says_no_more(answer, expected):
+        answer = ", ".join(map(_value, _parts(answer))).strip()
+    if _INTEGER.fullmatch(answer) and _INTEGER.fullmatch(expected):
+        return int(answer) == int(expected)
+    if not _says_no_more(answer, truth):
         return False
     from engine.rewards._latex_equality import equal
 
@@ -205,18 +250,16 @@ def _same_mathematics(answer: str, expected: str) -> bool:
 def _value(part: str) -> str:
     """What follows the name of a value, e.g. "5" of "x_1 = 5"."""
     named = _NAMED.fullmatch(part.strip())
-    denied = named and _words_of(named[1]) & _PLAIN_WORDS
-    return part if named is None or denied else named[2]
+    return part if named is None or _words_of(named[1]) & _PLAIN_WORDS else named[2]
 
 
 def _words_of(latex: str) -> set[str]:
     return set(re.findall("[a-z]{2,}", re.sub(r"\\[A-Za-z]+", " ", latex.lower())))
 
 
-def _says_no_more(answer: str, expected: str) -> bool:
+def _says_no_more(answer: str, truth: str) -> bool:
     """Whether an answer is of the truth's size, and has nothing that math-verify passes over."""
-    truth = _OR.sub(", ", expected)
-    sizes = (_size(answer, comma) == _size(truth, comma) for comma in ("," + _THOUSANDS, ","))
+    sizes = (_size(answer, comma) == _size(truth, comma) for comma in (_COMMA, ","))
     if not any(sizes) and "\\pm" not in answer + truth:
         return False
     relations, allowed = (len(_RELATION.findall(text)) for text in (answer, truth))
@@ -228,16 +271,16 @@ def _says_no_more(answer: str, expected: str) -> bool:
     return not (_words_of(answer) - _words_of(truth)) & _PLAIN_WORDS
 
 
-def _split(latex: str, comma: str = "," + _THOUSANDS) -> list[str]:
+def _parts(latex: str, comma: str = _COMMA) -> list[str]:
     """The parts between commas that are outside of brackets."""
     return re.findall(rf"(?:[(\[{{][^()\[\]{{}}]*[)\]}}]|(?!{comma}).)+", latex, re.DOTALL)
 
 
 def _size(latex: str, comma: str) -> int:
     """How many parts a list has, in brackets or not."""
-    text = re.sub(r"\\(?:left|right)(?![A-Za-z])", "", latex).strip().rstrip(".")
+    text = _plain(latex)
     enclosed = re.fullmatch(r"(?:\\\{|[(\[])(.*?)(?:\\\}|[)\]])", text, re.DOTALL)
-    return len(_split(enclosed[1] if enclosed else text, comma))
+    return len(_parts(enclosed[1] if enclosed else text, comma))
 
 
 def _plain(latex: str) -> str:
@@ -298,41 +341,32 @@ def normalised(text: str) -> str:
     >>> normalised("The  Eiffel Tower!"), normalised("$-1,234.5."), normalised("A")
     ('eiffel tower', '-1234.5', 'a')
     """
-    bare = _PUNCTUATION.sub("", as_ascii(unicodedata.normalize("NFC", text)).lower())
+    bare = _PUNCTUATION.sub("", as_ascii(text).lower())
     return " ".join(_ARTICLES.sub(" ", bare).split()) or bare.strip()
 
 
-@register_row_reward("exact_match", answer=text_answer, lenient=lenient_match)
+@register_row_reward("exact_match", answer=text_answer)
 def exact_match(completion: str, truth: object, *, after: str = "") -> bool:
     """Whether a text equals the ground truth, or one of its list, but for blanks around.
 
     With `after`, what follows the last `after` counts, e.g. "Answer:".
     """
-    return _matches(completion, truth, after, _stripped)
+    return _matches(completion, truth, after, str.strip)
 
 
-@register_row_reward("normalised_match", answer=text_answer, lenient=lenient_match)
+@register_row_reward("normalised_match", answer=text_answer)
 def normalised_match(completion: str, truth: object, *, after: str = "") -> bool:
-    """As `exact_match`, both sides `normalised`."""
+    """Whether a text equals the ground truth, or one of its list, both sides `normalised`."""
     return _matches(completion, truth, after, normalised)
 
 
-def _stripped(text: str) -> str:
-    return unicodedata.normalize("NFC", text).strip()
-
-
 def _matches(completion: str, truth: object, after: str, form: Callable[[str], str]) -> bool:
-    right, answer = _right_texts(truth, form), text_answer(completion, after=after)
-    return answer is not None and form(answer) in right
-
-
-def _right_texts(truth: object, form: Callable[[str], str]) -> set[str]:
-    """The right answers; RewardError where one is empty, which an empty completion would match."""
     truths = truth if isinstance(truth, list | tuple) else [truth]
-    right = {"" if text is None else form(str(text)) for text in truths}
-    if not right or "" in right:
-        raise RewardError(f"ground_truth is {truth!r}, which is empty; correct or drop the row")
-    return right
+    right = {"" if text is None else form(normalize("NFC", str(text))) for text in truths}
+    if not right or "" in right:  # an empty completion would match
+        raise _empty(truth)
+    answer = text_answer(completion, after=after)
+    return answer is not None and form(normalize("NFC", answer)) in right
 
 
 # Form and length.
@@ -355,7 +389,7 @@ def regular_expression(completion: str, truth: object, *, pattern: str = "") -> 
     if "answer" not in compiled.groupindex:
         return compiled.search(completion) is not None
     if truth is None or not str(truth).strip():
-        raise RewardError(f"ground_truth is {truth!r}, which is empty; correct or drop the row")
+        raise _empty(truth)
     last = deque(compiled.finditer(completion), maxlen=1)
     answer = last[0]["answer"] if last else None
     return answer is not None and answer.strip() == str(truth).strip()
@@ -483,15 +517,15 @@ def cosine_length(
         raise RewardError(f"reward.options.max_length={max_length} must be at least 1")
     judge: Callable[..., Any] = resolve_reward(answer)
     marks = judge(prompts, completions, ground_truth=ground_truth, **columns)
-    scores: list[float | None] = []
-    for text, mark in zip(completions, marks, strict=True):
+
+    def scored(text: str, mark: float | None) -> float | None:
         if mark is None:
-            scores.append(None)
-            continue
+            return None
         first, last = right if mark >= 1 else wrong
         share = min(len(text) / max_length, 1.0)
-        scores.append(last + 0.5 * (first - last) * (1 + cos(share * pi)))
-    return scores
+        return last + 0.5 * (first - last) * (1 + cos(share * pi))
+
+    return list(map(scored, completions, marks))
 
 
 ENVIRONMENT = "environment"

@@ -7,12 +7,11 @@ without a right answer is a hole, and a hole fails the audit.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, Literal, NamedTuple
 
@@ -22,10 +21,10 @@ from pydantic import TypeAdapter, ValidationError
 from engine.config import RewardConfig
 from engine.errors import LineageError, RewardError
 from engine.rewards import probes
-from engine.rewards.answers import ENVIRONMENT
+from engine.rewards.answers import ENVIRONMENT, answer_text
 from engine.rewards.calls import RewardRows, score_rows
 from engine.rewards.probes import Case, Probe
-from engine.rewards.reward_function import registered_reward
+from engine.rewards.reward_function import RewardFailure, registered_reward
 from engine.rewards.scorer import SOURCE, Scorer, scorer_identity
 
 Severity = Literal["ok", "note", "warning", "hole"]
@@ -37,6 +36,7 @@ _RARELY, _BY_CHANCE = 0.05, 0.15  # shares of rows on which credit is no hole
 _ROUNDING = 1e-4  # of the scores' spread
 _MEMORY_MIB = 1024.0
 _SHOWN = 300  # characters of an example
+_TIME_IS_UP = RewardFailure("deadline", "the audit's own time is up")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,26 +44,20 @@ class Check:
     """The outcome of a probe on the rows of one source, or of another check on all rows."""
 
     name: str  # e.g. "hedged list"
-    source: str  # the rows' data_source; empty: all rows
-    meaning: str
-    expected: str  # e.g. "no credit"
+    source: str = ""  # the rows' data_source; empty: all rows
     found: str = ""  # e.g. "credit on 12 of 16 rows, mean score 0.75"
     severity: Severity = "ok"
-    score: float | None = None  # mean of the probe's completion that did worst
     completion: str = ""  # an example of what is not as expected; a long one is cut
     truth: str = ""  # its right answer
 
 
 @dataclass(frozen=True, slots=True)
 class RewardAudit:
-    """All that was found about one scorer; `passed` where no check found a hole."""
+    """All checks of one scorer; `passed` where none of them found a hole."""
 
     scorer: str  # as in an evaluation's manifest, see `scorer_identity`
     passed: bool
     rows: int  # of data that were probed
-    completions: int  # that were scored
-    seconds: float  # of all calls
-    memory_mib: float  # by which this process and its children grew
     checks: tuple[Check, ...]
 
     def names(self, severity: Severity) -> list[str]:
@@ -72,27 +66,30 @@ class RewardAudit:
 
     def record(self) -> dict[str, object]:
         """What an evaluation's manifest records."""
-        found = {"holes": self.names("hole"), "warnings": self.names("warning")}
-        return {"scorer": self.scorer, "passed": self.passed, **found}
+        names = {"holes": self.names("hole"), "warnings": self.names("warning")}
+        return {"scorer": self.scorer, "passed": self.passed, **names}
 
     def sentence(self) -> str:
         """E.g. `failed, holes: hedged list, chain; 32 checks on 16 rows`."""
-        found = {"holes": self.names("hole"), "warnings": self.names("warning")}
-        parts = [f"{kind}: {', '.join(names)}" for kind, names in found.items() if names]
-        outcome = ", ".join(["passed" if self.passed else "failed", *parts])
-        return f"{outcome}; {len(self.checks)} checks on {self.rows} rows"
+        parts = ["passed" if self.passed else "failed"]
+        for severity in ("hole", "warning"):
+            if names := self.names(severity):
+                parts.append(f"{severity}s: {', '.join(names)}")
+        return f"{', '.join(parts)}; {len(self.checks)} checks on {self.rows} rows"
 
 
-def to_json(audits: Mapping[str, RewardAudit]) -> str:
-    """Strict JSON of audits by who scores, e.g. `rl`."""
-    values = {name: asdict(audit) for name, audit in audits.items()}
-    return json.dumps(values, indent=2, allow_nan=False)
+_AUDITS = TypeAdapter(dict[str, RewardAudit])  # by who scores, e.g. `rl`
+
+
+def to_json(audits: dict[str, RewardAudit]) -> str:
+    """Strict JSON of audits by who scores."""
+    return _AUDITS.dump_json(audits, indent=2).decode()
 
 
 def from_json(text: bytes, where: str) -> dict[str, RewardAudit]:
     """Read what `to_json` wrote; LineageError, which names `where`, for anything else."""
     try:
-        return TypeAdapter(dict[str, RewardAudit]).validate_json(text)
+        return _AUDITS.validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]["msg"]
         raise LineageError(f"{where} is no reward audit ({first}); run the audit again") from None
@@ -120,41 +117,34 @@ def audit_scorer(
     """Audit the scorer of `config` on the first `ROWS` rows of each data source.
 
     Completions in `rows` are not read. `plugins` register rewards, and `code` is their digest.
-    forms: of answers, beside the usual ones, e.g. "Result: {}". A probe that can't begin within
-    `deadline_s` seconds is a hole. Raises ConfigError and RewardError for a reward that can't be
-    opened, and for rows that don't fit it.
+    forms: of answers, beside the usual ones, e.g. "Result: {}". No call begins after `deadline_s`
+    seconds; a probe that is left then is a hole. Raises ConfigError and RewardError for a reward
+    that can't be opened, and for rows that don't fit it.
     """
     identity = scorer_identity(config, code)
     if config.name == ENVIRONMENT:
-        note = Check(ENVIRONMENT, "", "what gives the reward", "", "it reads no answer", "note")
-        return RewardAudit(identity, True, 0, 0, 0.0, 0.0, (note,))
+        note = Check(ENVIRONMENT, found="it gives the reward and reads no answer", severity="note")
+        return RewardAudit(identity, True, 0, (note,))
+    until = time.monotonic() + deadline_s
     with closing(Scorer(config, plugins)) as scorer:
-        auditor = _Auditor(scorer, _first_rows(rows), (*forms, *probes.FORMS))
-        auditor.run(time.monotonic() + deadline_s)
-    return RewardAudit(
-        identity,
-        passed=all(check.severity != "hole" for check in auditor.checks),
-        rows=len(auditor.rows),
-        completions=sum(size for _, size, _ in auditor.calls),
-        seconds=sum(seconds for _, _, seconds in auditor.calls),
-        memory_mib=auditor.memory_mib,
-        checks=tuple(auditor.checks),
-    )
+        auditor = _Auditor(scorer, _first_rows(rows), (*forms, *probes.FORMS), until)
+        checks = tuple(auditor.checks())
+    passed = all(check.severity != "hole" for check in checks)
+    return RewardAudit(identity, passed, len(auditor.rows), checks)
 
 
 def _first_rows(rows: RewardRows) -> RewardRows:
-    """`ROWS` of each source; those whose answers arithmetic may leave alone come last."""
+    """Select the first `ROWS` rows of each source."""
     if not len(rows):
         raise RewardError("there are no rows to audit a reward on; give at least one")
-    truths, by_source = _column(rows, "ground_truth"), defaultdict[str, list[int]](list)
-    alone = [probes.answer_text(truth) in ("0", "1", "-1") for truth in truths]
-    for row in sorted(range(len(rows)), key=alone.__getitem__):
-        by_source[str(_column(rows, SOURCE)[row])].append(row)
+    by_source = defaultdict[str, list[int]](list)
+    for row, source in enumerate(_column(rows, SOURCE)):
+        by_source[str(source)].append(row)
     return rows.select([row for of_source in by_source.values() for row in of_source[:ROWS]])
 
 
-def _column(rows: RewardRows, name: str) -> Sequence[object]:
-    return rows.columns.get(name, [""] * len(rows))
+def _column(rows: RewardRows, name: str) -> list[Any]:
+    return list(rows.columns.get(name, [""] * len(rows)))
 
 
 def _resident_mib() -> float:
@@ -166,208 +156,206 @@ def _resident_mib() -> float:
     return total / 2**20
 
 
-class _Score(NamedTuple):
+class _Scored(NamedTuple):
+    """What the scorer says of one completion."""
+
+    case: Case
+    completion: str
     total: float
     right: bool
-    cause: str  # why there is no score, or ""
+    failure: RewardFailure | None  # why there is no score
 
-
-class _Row(NamedTuple):
-    """A row in one form of answers, and what a right and a wrong answer earn there."""
-
-    number: int  # of the row among those that are audited
-    case: Case
-    right: _Score
-    wrong: _Score
-
-    def gain(self, score: _Score) -> float:
+    @property
+    def gain(self) -> float:
         """The share of what a right answer earns over a wrong one."""
-        low, high = self.wrong.total, self.right.total
-        return (score.total - low) / (high - low) if high > low else float(score.right)
+        low, high = self.case.worth
+        return (self.total - low) / (high - low) if high > low else float(self.right)
 
-    def credits(self, score: _Score) -> bool:
-        return score.right or self.gain(score) >= _CREDIT
+    @property
+    def credited(self) -> bool:
+        return self.right or self.gain >= _CREDIT
 
-
-_Scored = list[tuple[_Row, str, _Score]]  # with completions
-
-
-def _separation(rows: Sequence[_Row]) -> tuple[float, float]:
-    """How far right answers are from wrong ones: in the share that is right, in mean score."""
-    shares = (float(row.right.right) - float(row.wrong.right) for row in rows)
-    return fmean(shares), fmean(row.right.total - row.wrong.total for row in rows)
+    def example(self) -> tuple[str, str]:
+        """The completion, cut, and its right answer."""
+        return self.completion[:_SHOWN], self.case.truth[:_SHOWN]
 
 
 class _Auditor:
-    """The checks of one scorer as they are made."""
+    """The checks of one scorer as they are made; no call begins after `until`."""
 
-    def __init__(self, scorer: Scorer, rows: RewardRows, forms: Sequence[str]) -> None:
-        self.scorer, self.rows, self._forms = scorer, rows, forms
-        self.checks: list[Check] = []
-        self.calls: list[tuple[str, int, float]] = []  # what for, completions, seconds
-        self.memory_mib = 0.0
+    def __init__(
+        self, scorer: Scorer, rows: RewardRows, forms: Sequence[str], until: float
+    ) -> None:
+        self.scorer, self.rows, self._forms, self._until = scorer, rows, forms, until
         self._sources = list(map(str, _column(rows, SOURCE)))
         self._truths = _column(rows, "ground_truth")
-        self._answered: _Scored = []  # right and wrong answers in all forms
+        self._answered: list[_Scored] = []  # right and wrong answers in all forms
+        self._costs: list[tuple[float, str]] = []  # of calls: ms a completion, and what for
         self._late = 0  # completions past their deadline
-        entry = registered_reward(scorer.config.name)
-        self._form_only = entry is not None and entry.form_only(scorer.config.options)
 
-    def run(self, until: float) -> None:
-        """Make all checks; no probe begins after `until` of the monotonic clock."""
-        memory = _resident_mib()
+    def checks(self) -> Iterator[Check]:
+        """Make all checks."""
+        memory, entry = _resident_mib(), registered_reward(self.scorer.config.name)
+        form_only = entry is not None and entry.form_only(self.scorer.config.options)
         for source in dict.fromkeys(self._sources):
+            before = len(self._answered)
             reads = self._read([i for i, other in enumerate(self._sources) if other == source])
+            if all(scored.failure for scored in self._answered[before:]):
+                found = _no_score(self._answered[before:])
+                yield Check("right answer", source, found, "hole")
+                continue
             for probe in probes.BATTERY:
-                applies = probe.of_form or not self._form_only
-                if applies and any(row.case.kind in probe.kinds for row in reads[0]):
-                    expected = "credit" if probe.credit else "no credit"
-                    check = Check(probe.name, source, probe.meaning, expected)
-                    self.checks.append(self._probe(probe, check, reads, until))
-        if not self._form_only:
-            self._compare_graders()
-        self._repeat()
-        self.memory_mib = max(0.0, _resident_mib() - memory)
-        self._cost()
+                applies = probe.of_form or not form_only
+                if applies and any(case.kind in probe.kinds for case in reads[0]):
+                    yield self._probe(probe, source, reads)
+        if any(not scored.failure for scored in self._answered):
+            if not form_only:
+                yield self._second_grader()
+            yield from self._repeat()
+        if self._costs:
+            yield from self._cost(_resident_mib() - memory)
 
-    def score(self, at: Sequence[int], texts: Sequence[str], label: str) -> list[_Score]:
-        """Score one completion of each row in one call."""
-        rows, begun = replace(self.rows.select(at), completions=texts), time.monotonic()
+    def score(self, cases: Sequence[Case], texts: Sequence[str], label: str) -> list[_Scored]:
+        """Score one completion of each case in one call."""
+        begun, at = time.monotonic(), [case.row for case in cases]
+        limit_s = min(self.scorer.config.timeout_s, self._until - begun)
+        if limit_s <= 0:
+            return [_Scored(*c, 0.0, False, _TIME_IS_UP) for c in zip(cases, texts, strict=True)]
+        rows = replace(self.rows.select(at), completions=texts)
         # Not `Scorer.score`, which logs failures: probes provoke them.
-        scores, _ = score_rows(self.scorer.reward, rows, self.scorer.config.timeout_s)
-        self.calls.append((label, len(at), time.monotonic() - begun))
+        scores, _ = score_rows(self.scorer.reward, rows, limit_s)
+        self._costs.append((1000 * (time.monotonic() - begun) / len(at), label))
+        self._late += sum(failure.cause == "deadline" for failure in scores.failures.values())
         right = self.scorer.correct(scores, [self._sources[row] for row in at])
-        causes = [scores.failures[i].cause if i in scores.failures else "" for i in range(len(at))]
-        self._late += causes.count("deadline")
-        return list(map(_Score, self.scorer.totals(scores), right, causes))
+        failures = map(scores.failures.get, range(len(at)))
+        return list(map(_Scored, cases, texts, self.scorer.totals(scores), right, failures))
 
-    def _read(self, at: list[int]) -> list[list[_Row]]:
+    def _read(self, at: list[int]) -> list[list[Case]]:
         """Score right and wrong answers in each form; return the forms that tell most apart."""
-        answers = [probes.answer_text(self._truths[row]) for row in at]
-        reads = [self._in_form(form, at, answers) for form in self._forms]
-        best = max(map(_separation, reads))
-        if max(best) <= 0 and all(answer.isdecimal() and int(answer) < 26 for answer in answers):
-            letters = [chr(ord("A") + int(answer)) for answer in answers]  # of numbered choices
-            reads = [self._in_form(form, at, letters) for form in self._forms]
-            best = max(map(_separation, reads))
-        return [rows for rows in reads if _separation(rows) == best][:_FORMS]
+        answers = [answer_text(self._truths[row]) for row in at]
+        writings = [answers]
+        if all(answer.isdecimal() and int(answer) < 26 for answer in answers):  # numbered choices
+            writings.append([chr(ord("A") + int(answer)) for answer in answers])
+        reads = []
+        for form, written in ((form, written) for written in writings for form in self._forms):
+            reads.append(self._in_form(form, at, written))
+            latest = [scored.failure for scored in self._answered[-2 * len(at) :]]
+            if all(failure and failure.cause == "deadline" for failure in latest):
+                break  # it hangs, and would in other forms
+        best = max(separation for separation, _ in reads)
+        return [cases for separation, cases in reads if separation == best][:_FORMS]
 
-    def _in_form(self, form: str, at: list[int], answers: list[str]) -> list[_Row]:
-        cases = probes.cases(form, [self.rows.prompts[row] for row in at], answers)
-        texts = [[c.put(c.truth) for c in cases], [c.put(c.wrong) for c in cases]]
-        right, wrong = (self.score(at, side, "answers") for side in texts)
-        rows = list(map(_Row, at, cases, right, wrong))
-        for side, scores in zip(texts, (right, wrong), strict=True):
-            self._answered += zip(rows, side, scores, strict=True)
-        return rows
+    def _in_form(
+        self, form: str, at: list[int], answers: list[str]
+    ) -> tuple[tuple[float, float], list[Case]]:
+        """Score one form; return how far it tells right from wrong (share, score), and cases."""
+        cases = probes.cases(form, at, [self.rows.prompts[row] for row in at], answers)
+        right = self.score(cases, [case.put(case.truth) for case in cases], "answers")
+        wrong = self.score(cases, [case.put(case.wrong) for case in cases], "answers")
+        self._answered += [*right, *wrong]
+        for case, high, low in zip(cases, right, wrong, strict=True):
+            case.worth = low.total, high.total
+        shares = (fmean(one.right for one in side) for side in (right, wrong))
+        return (next(shares) - next(shares), fmean(c.worth[1] - c.worth[0] for c in cases)), cases
 
-    def _probe(self, probe: Probe, check: Check, reads: list[list[_Row]], until: float) -> Check:
+    def _probe(self, probe: Probe, source: str, reads: list[list[Case]]) -> Check:
         """Score all completions of a probe; report the one that did worst."""
-        causes, worst, count = Counter[str](), (-1, -1.0), 0
-        for rows in reads:
-            for written in _completions(probe, rows):
-                if time.monotonic() > until:
-                    return replace(check, found="no time was left for it", severity="hole")
-                at, texts = [row.number for row, _ in written], [text for _, text in written]
-                scores = self.score(at, texts, probe.name)
-                causes.update(score.cause for score in scores if score.cause)
-                count += len(scores)
-                scored = [(row, text, s) for (row, text), s in zip(written, scores, strict=True)]
-                severity, share = _judge(probe, rows, scored)
-                if (rank := (_ORDER.index(severity), share)) > worst:
-                    worst, check = rank, _described(check, severity, scored)
-        if causes:
-            fails = self.scorer.config.on_error == "fail" or causes.total() == count * probe.credit
-            severity = max(check.severity, "hole" if fails else "warning", key=_ORDER.index)
-            failed = ", ".join(f"{cause} {number}" for cause, number in causes.items())
-            check = replace(check, severity=severity, found=f"{check.found}; no score: {failed}")
-        return check
+        judged, everything = [], list[_Scored]()
+        for cases in reads:
+            chosen = [case for case in cases if case.kind in probe.kinds][: probe.most_rows]
+            for texts in zip(*map(probe.write, chosen), strict=True):
+                written = [i for i, text in enumerate(texts) if text is not None]
+                if written:
+                    some = [chosen[i] for i in written], [str(texts[i]) for i in written]
+                    scored = self.score(*some, probe.name)
+                    everything += scored
+                    judged.append(_judged(probe, source, scored))
+        if not judged:
+            return Check(probe.name, source, "none of its texts makes sense here")
+        check = max(judged, key=lambda ranked: ranked[0])[1]
+        failed = [scored for scored in everything if scored.failure]
+        if not failed:
+            return check
+        fails = self.scorer.config.on_error == "fail" or failed[-1].failure is _TIME_IS_UP
+        fails |= probe.credit and len(failed) == len(everything)
+        worst = _ORDER[max(_ORDER.index(check.severity), 3 if fails else 2)]
+        return replace(check, severity=worst, found=f"{check.found}; {_no_score(failed)}")
 
-    def _compare_graders(self) -> None:
+    def _second_grader(self) -> Check:
         """Compare verdicts on right and wrong answers with those of a lenient reader."""
-        rows, texts, scores = zip(*self._answered, strict=True)
-        sources, truths = (
-            [self._sources[r.number] for r in rows],
-            [self._truths[r.number] for r in rows],
+        at = [scored.case.row for scored in self._answered]
+        read = self.scorer.leniently_right(
+            [scored.completion for scored in self._answered],
+            [self._sources[row] for row in at],
+            [self._truths[row] for row in at],
         )
-        read = self.scorer.leniently_right(texts, sources, truths)
-        verdicts = [v for v in zip(rows, texts, scores, read, strict=True) if v[3] is not None]
-        alone = [(row, text, s) for row, text, s, verdict in verdicts if s.right and not verdict]
-        missed = sum(bool(verdict) and not s.right for _, _, s, verdict in verdicts)
-        check = Check("second grader", "", "a lenient reader of the last answer", "agreement")
-        if alone:
-            check = _described(check, "note", alone)
-        if len(alone) > _PART * len(verdicts):
-            check = replace(check, severity="warning")
-        found = f"of {len(verdicts)} the scorer alone takes {len(alone)}, the reader {missed}"
-        self.checks.append(replace(check, found=found))
+        pairs = [v for v in zip(self._answered, read, strict=True) if v[1] is not None]
+        alone = [scored for scored, verdict in pairs if scored.right and not verdict]
+        missed = sum(bool(verdict) and not scored.right for scored, verdict in pairs)
+        found = f"of {len(pairs)} answers the scorer alone takes {len(alone)}, a lenient reader "
+        severity: Severity = "warning" if len(alone) > _PART * len(pairs) else "note"
+        if not alone:
+            return Check("second grader", "", f"{found}{missed}")
+        return Check("second grader", "", f"{found}{missed}", severity, *alone[0].example())
 
-    def _repeat(self) -> None:
+    def _repeat(self) -> Iterator[Check]:
         """Score the same completions again, in other order and in other batches."""
         sample = self._answered[:: max(1, len(self._answered) // 48)]
-        at, texts = [row.number for row, _, _ in sample], [text for _, text, _ in sample]
-        everything = range(len(at))
-        first = self.score(at, texts, "repeated")
+
+        def again(part: Sequence[_Scored]) -> list[_Scored]:
+            return self.score([s.case for s in part], [s.completion for s in part], "repeated")
+
+        first = again(sample)
         spread = max(s.total for s in first) - min(s.total for s in first)
-        batches = {
-            "same input twice": [everything],
-            "other order": [everything[::-1]],
-            "other batch": [everything[:1], everything[1:16], everything[16:]],
-        }
-        for name, parts in batches.items():
-            changed, most = 0, 0.0
-            for part in filter(None, parts):
-                again = self.score([at[i] for i in part], [texts[i] for i in part], "repeated")
-                for i, score in zip(part, again, strict=True):
-                    changed += score.right != first[i].right
-                    most = max(most, abs(score.total - first[i].total))
+        for name, parts in {
+            "same input twice": [first],
+            "other order": [first[::-1]],
+            "other batch": [first[:1], first[1:16], first[16:]],
+        }.items():
+            pairs = [pair for part in parts if part for pair in zip(part, again(part), strict=True)]
+            changed = sum(a.right != b.right for a, b in pairs)
+            most = max(abs(a.total - b.total) for a, b in pairs)
             severity: Severity = "note" if most > _ROUNDING * spread else "ok"
             severity = "hole" if changed or most > max(_PART * spread, 1e-6) else severity
-            found = f"{changed} of {len(at)} verdicts change, scores by {most:.3g} at most"
-            self.checks.append(Check(name, "", "answers again", "the same", found, severity))
+            found = f"{changed} of {len(pairs)} verdicts change, scores by {most:.3g} at most"
+            yield Check(name, "", found, severity)
 
-    def _cost(self) -> None:
+    def _cost(self, memory_mib: float) -> Iterator[Check]:
         """Report time and memory of the calls."""
-        each = [(1000 * seconds / size, label) for label, size, seconds in self.calls]
-        usual, (slowest, label) = median(milliseconds for milliseconds, _ in each), max(each)
+        usual, (slowest, label) = median(cost for cost, _ in self._costs), max(self._costs)
         found = f"{usual:.3g} ms a completion, {slowest:.3g} ms of {label!r}, {self._late} too late"
-        late: Severity = "warning" if self._late else "ok"
-        self.checks.append(Check("time", "", "of a call", "within deadlines", found, late))
-        found = f"{self.memory_mib:.0f} MiB more after {len(each)} calls"
-        large: Severity = "warning" if self.memory_mib > _MEMORY_MIB else "ok"
-        expected = f"below {_MEMORY_MIB:.0f} MiB"
-        self.checks.append(Check("memory", "", "of the scorer", expected, found, large))
+        yield Check("time", "", found, "warning" if self._late else "ok")
+        found = f"{max(0.0, memory_mib):.0f} MiB more after {len(self._costs)} calls"
+        yield Check("memory", "", found, "warning" if memory_mib > _MEMORY_MIB else "ok")
 
 
-def _completions(probe: Probe, rows: Sequence[_Row]) -> list[list[tuple[_Row, str]]]:
-    """A probe's completions of the rows that it applies to, by their number."""
-    chosen = [row for row in rows if row.case.kind in probe.kinds][: probe.most_rows]
-    columns = zip(*(probe.write(row.case) for row in chosen), strict=True)
-    made = ([(r, t) for r, t in zip(chosen, c, strict=True) if t is not None] for c in columns)
-    return [written for written in made if written]
+def _no_score(scored: Sequence[_Scored]) -> str:
+    """Say how many completions have no score and why, with the first one's reason."""
+    failures = [one.failure for one in scored if one.failure]
+    causes = Counter(failure.cause for failure in failures)
+    counts = ", ".join(f"{cause} {count}" for cause, count in causes.items())
+    return f"no score: {counts} ({failures[0]})"
 
 
-def _judge(probe: Probe, rows: Sequence[_Row], scored: _Scored) -> tuple[Severity, float]:
-    """How bad the scores of one of a probe's completions are, and on which share of the rows."""
-    share = fmean(row.credits(score) for row, _, score in scored)
+def _judged(
+    probe: Probe, source: str, scored: Sequence[_Scored]
+) -> tuple[tuple[int, float], Check]:
+    """Judge the scores of one of a probe's completions; return a rank of badness and a check."""
+    share = bad = fmean(one.credited for one in scored)
+    severity: Severity = "ok"
     if probe.credit:
-        return ("warning" if share < 1 - _RARELY else "ok"), 1 - share
-    if probe.by_chance:  # what one constant answer gets, and more as rows are few
-        answers = Counter(row.case.truth for row in rows)
-        constant = answers.most_common(1)[0][1] / len(rows)
-        return ("hole" if share > _BY_CHANCE + constant * (constant < _CREDIT) else "ok"), share
-    gained = fmean(row.gain(score) for row, _, score in scored) > _PART
-    return ("hole" if share > _RARELY else "warning" if gained else "ok"), share
-
-
-def _described(check: Check, severity: Severity, scored: _Scored) -> Check:
-    """The check with what was found, and an example where that is not as expected."""
-    credited = [row.credits(score) for row, _, score in scored]
-    mean = fmean(score.total for _, _, score in scored)
-    found = f"credit on {sum(credited)} of {len(scored)} rows, mean score {mean:.3g}"
-    check = replace(check, found=found, severity=severity, score=mean)
-    if severity == "ok":
-        return check
-    unexpected = check.expected != "credit"
-    row, text, _ = scored[credited.index(unexpected) if unexpected in credited else 0]
-    return replace(check, completion=text[:_SHOWN], truth=row.case.truth[:_SHOWN])
+        bad = 1 - share
+        severity = "warning" if bad > _RARELY else "ok"
+    elif probe.by_chance:  # what one constant answer gets, and more as rows are few
+        answers = Counter(one.case.truth for one in scored)
+        constant = answers.most_common(1)[0][1] / len(scored)
+        severity = "hole" if share > _BY_CHANCE + constant * (constant < _CREDIT) else "ok"
+    elif share > _RARELY:
+        severity = "hole"
+    elif fmean(one.gain for one in scored) > _PART:
+        severity = "warning"
+    mean, rows = fmean(one.total for one in scored), len(scored)
+    found = f"credit on {round(share * rows)} of {rows} rows, mean score {mean:.3g}"
+    unexpected = next((one for one in scored if one.credited != probe.credit), scored[0])
+    example = unexpected.example() if severity != "ok" else ()
+    return (_ORDER.index(severity), bad), Check(probe.name, source, found, severity, *example)

@@ -45,7 +45,7 @@ from engine.rewards.reward_function import (
     require_components,
     resolve_reward,
 )
-from engine.worker_process import ProcessEnded, TooLate, WorkerProcess
+from engine.worker_process import ProcessEnded, TooLate, WorkerProcess, on_daemon_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,27 +87,8 @@ class RewardRows:
         )
 
 
-# One call on a daemon thread, for which Python doesn't wait at its exit. Nothing can stop a plain
-# function in this process: one that hangs is given up, and stays on its thread until it returns.
-
-
-def on_daemon_thread(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """Call a function on a thread of its own; whatever it raises is the future's."""
-    future: Future[T] = Future()
-    future.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            future.set_result(function(*args, **kwargs))
-        except BaseException as error:  # SystemExit, say, must not end more than the call
-            future.set_exception(error)
-
-    threading.Thread(target=work, name=getattr(function, "__name__", ""), daemon=True).start()
-    return future
-
-
 class _DaemonThreads(ThreadPoolExecutor):
-    """Where `asyncio.to_thread` runs: asyncio takes nothing but a ThreadPoolExecutor."""
+    """An executor for `asyncio.to_thread`, which takes nothing but a ThreadPoolExecutor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,11 +267,8 @@ def late(
     name: str, size: int, timeout_s: float, setting: str = "reward.timeout_s"
 ) -> RewardFailure:
     """The failure of a call on `size` completions that gave no answer by its deadline."""
-    return RewardFailure(
-        "deadline",
-        f"reward {name!r} gave no answer for {counted(size)} within {timeout_s:g} s; "
-        f"make it faster, or raise {setting}",
-    )
+    within = f"for {counted(size)} within {timeout_s:g} s; make it faster, or raise {setting}"
+    return RewardFailure("deadline", f"reward {name!r} gave no answer {within}")
 
 
 def counted(size: int) -> str:
@@ -400,24 +378,23 @@ def _log(
     first_row: int,
 ) -> None:
     """One warning a batch: how many failed and why, what becomes of them, the first traceback."""
-    failures = [scores.failures[row] for row in sorted(scores.failures)]
-    size = len(scores.rows)
+    failures, size = scores.failures, len(scores.rows)
+    message = (
+        f"reward {name!r} failed for all {size} completions at once, though for none by itself"
+    )
+    reason = batch_failure
     if failures:
-        causes = Counter(failure.cause for failure in failures)
+        first = min(failures)
+        causes = Counter(failures[row].cause for row in sorted(failures))
         message = (
             f"reward {name!r} failed for {len(failures)} of {size} completions "
             f"({', '.join(f'{cause} {count}' for cause, count in causes.items())}), which "
             f"{'are left out of learning' if on_error == 'drop' else 'score 0'} "
-            f"(reward.on_error={on_error}); first, completion "
-            f"{first_row + min(scores.failures)}: {failures[0]}"
+            f"(reward.on_error={on_error}); first, completion {first_row + first}"
         )
-    else:
-        message = (
-            f"reward {name!r} failed for all {size} completions at once, though for none by "
-            f"itself: {batch_failure}"
-        )
-    raised = next((f.__cause__ for f in [*failures, batch_failure] if f and f.__cause__), None)
-    logger.warning("%s", message, exc_info=raised)
+        reason = failures[first]
+    raised = (f.__cause__ for f in [*failures.values(), batch_failure] if f and f.__cause__)
+    logger.warning("%s: %s", message, reason, exc_info=next(raised, None))
 
 
 # In the reward's process. The first message has the arguments of `RewardService`, which answers

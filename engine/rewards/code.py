@@ -106,7 +106,7 @@ class Calls:
         return verdict
 
     def _target(self, channel: socket.socket, until: float) -> object:
-        """What the program calls the function; LookupError where it has none of that name."""
+        """A reference to the function that tests call; LookupError where the program has none."""
         names = guest.receive(channel, until - time.monotonic())
         first, _, method = self.name.partition(".")
         if not method and first not in names and "Solution" in names:  # LeetCode's form
@@ -242,7 +242,7 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def _is_right(result: object, expected: Any) -> bool:
-    """As `same_value`; some data sets put each result into a list of one (APPS)."""
+    """Whether a result is the expected one, which may be alone in a list (APPS)."""
     alone = isinstance(expected, list) and len(expected) == 1
     return same_value(result, expected) or (alone and same_value(result, expected[0]))
 

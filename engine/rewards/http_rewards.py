@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,6 +30,7 @@ from engine.errors import RewardError
 from engine.redaction import redact
 from engine.rewards.answers import compiled_pattern
 from engine.rewards.reward_function import register_reward
+from engine.storage.filesystem import write_atomically
 
 T = TypeVar("T")
 Post: TypeAlias = Callable[[str, object], Awaitable[Any]]  # URL and JSON → JSON
@@ -45,13 +45,14 @@ async def _ask_each(
     count: int,
     ask: Callable[[int, Post], Awaitable[T]],
     missing: Callable[[int], T],
-    *,
-    concurrency: int,
-    retries: int,
-    timeout_s: float,
+    limits: tuple[int, int, float],
     api_key_env: str,
 ) -> list[T]:
-    """Ask `count` times at once; `missing` and a warning stand in where that raises RewardError."""
+    """Ask `count` times at once; `missing` and a warning stand in where that raises RewardError.
+
+    limits: concurrency, retries, and seconds of a request.
+    """
+    concurrency, retries, timeout_s = limits
     if concurrency < 1 or retries < 0 or timeout_s <= 0:
         raise RewardError(
             f"reward {reward!r} has concurrency={concurrency}, retries={retries} and "
@@ -84,18 +85,12 @@ async def _ask_each(
         answers = await asyncio.gather(
             *(ask(i, post) for i in range(count)), return_exceptions=True
         )
-    failures = [answer for answer in answers if isinstance(answer, BaseException)]
-    if failures:
+    if failures := [answer for answer in answers if isinstance(answer, BaseException)]:
         if not isinstance(failures[0], RewardError):
             raise failures[0]
-        logger.warning(
-            "reward %r: %d of %d requests gave no score: %s",
-            *(reward, len(failures), count, failures[0]),
-        )
-    return [
-        missing(i) if isinstance(answer, BaseException) else answer
-        for i, answer in enumerate(answers)
-    ]
+        text = "reward %r: %d of %d requests gave no score: %s"
+        logger.warning(text, reward, len(failures), count, failures[0])
+    return [missing(i) if isinstance(a, BaseException) else a for i, a in enumerate(answers)]
 
 
 # A scorer behind HTTP: yours, in any language, on any machine.
@@ -150,16 +145,8 @@ async def remote(
     def missing(number: int) -> list[float | None]:
         return [NAN] * len(completions[batches[number]])
 
-    scores = await _ask_each(
-        "remote",
-        len(batches),
-        ask,
-        missing=missing,
-        concurrency=concurrency,
-        retries=retries,
-        timeout_s=request_timeout_s,
-        api_key_env=api_key_env,
-    )
+    limits = concurrency, retries, request_timeout_s
+    scores = await _ask_each("remote", len(batches), ask, missing, limits, api_key_env)
     return list(chain.from_iterable(scores))
 
 
@@ -246,16 +233,12 @@ async def judge(
             "high": f"{high:g}",
         }
         try:
-            question = template.render(fields)
+            messages = [{"role": "user", "content": template.render(fields)}]
         except TemplateError as error:
             words = f"reward.options.rubric can't be filled in: {error}"
             raise RewardError(words) from None
-        request = {
-            "model": model,
-            "messages": [{"role": "user", "content": question}],
-            "temperature": temperature,
-            "max_tokens": max_tokens,
-        }
+        request: dict[str, object] = {"model": model, "messages": messages}
+        request |= {"temperature": temperature, "max_tokens": max_tokens}
         content = json.dumps([url, request, scale, pattern], sort_keys=True)
         key = hashlib.sha256(content.encode("utf-8", "replace")).hexdigest()
         file = Path(cache) / key[:2] / key if cache else None
@@ -273,19 +256,16 @@ async def judge(
         answer = await post(f"{url.rstrip('/')}/chat/completions", request)
         _judgements[key] = _read(answer, number, scale)
         if file is not None:
-            _write(file, repr(_judgements[key]))
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, [repr(_judgements[key]).encode()])
+            except OSError as error:
+                where = f"reward.options.cache: {str(file)!r} can't be written ({error})"
+                raise RewardError(f"{where}; give another folder") from None
         return _judgements[key]
 
-    return await _ask_each(
-        "judge",
-        len(completions),
-        ask,
-        missing=lambda _: NAN,
-        concurrency=concurrency,
-        retries=retries,
-        timeout_s=request_timeout_s,
-        api_key_env=api_key_env,
-    )
+    limits = concurrency, retries, request_timeout_s
+    return await _ask_each("judge", len(completions), ask, lambda _: NAN, limits, api_key_env)
 
 
 def _read(answer: Any, number: re.Pattern[str], scale: tuple[float, float]) -> float:
@@ -312,16 +292,3 @@ def _template(rubric: str) -> Template:
         return SandboxedEnvironment(undefined=StrictUndefined).from_string(rubric)
     except TemplateError as error:
         raise RewardError(f"reward.options.rubric is no Jinja2 template: {error}") from None
-
-
-def _write(file: Path, text: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, draft = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(descriptor, "w") as opened:
-            opened.write(text)
-        os.replace(draft, file)
-    except OSError as error:
-        raise RewardError(
-            f"reward.options.cache: {str(file)!r} can't be written ({error}); give another folder"
-        ) from None

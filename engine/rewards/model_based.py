@@ -277,7 +277,7 @@ def load_scoring_model(
 
 
 def _tokenizer_class(folder: str) -> type[AutoTokenizer | PreTrainedTokenizerBase]:
-    """What reads the folder's tokenizer as it was in training."""
+    """The class that reads the folder's tokenizer as it was in training."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config = Path(folder) / "tokenizer_config.json"
@@ -303,10 +303,11 @@ def _prompt_and_answer(
             "writes for one to come, so no completion has a log-prob; give it another template"
         )
     prompt, answer = loaded.encode(opening), loaded.encode(conversation.removeprefix(opening))
-    # It ends with its first control token, which a line break may follow: its text has none.
+    # It ends with its last control token, which a line break may follow. The template may write
+    # others before the text ("<|channel|>final<|message|>"), which has none itself.
     control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ends = [at for at, token in enumerate(answer) if token in control]
-    answer = answer[: ends[0] + 1] if ends else answer
+    end = max((at for at, token in enumerate(answer) if token in control), default=len(answer))
+    answer = answer[: end + 1]
     if len(prompt) + len(answer) > loaded.longest or not prompt or not answer:
         raise RewardError(
             f"a conversation of {len(prompt)} and {len(answer)} tokens has no log-prob: the model "

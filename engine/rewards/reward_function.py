@@ -115,17 +115,10 @@ def read_result(
     scores: dict[int, list[float]] = {}
     failures: dict[int, RewardFailure] = {}
     for row, values in enumerate(zip(*columns, strict=True)):
-        scores[row] = [float32_or_nan(value) for value in values]
-        unread = [i for i, number in enumerate(scores[row]) if math.isnan(number)]
+        row_scores = [float32_or_nan(value) for value in values]
+        unread = [i for i, score in enumerate(row_scores) if math.isnan(score)]
         wrong = next((i for i in unread if values[i] is not None), None)
-        if wrong is None and len(unread) == len(values):
-            failures[row] = RewardFailure(
-                "not_applicable",
-                f"{who} returned None for completion {numbers[row]}, and nothing else scores it",
-            )
-            del scores[row]
-        elif wrong is not None:
-            del scores[row]
+        if wrong is not None:
             part = f" as {names[wrong]!r}" if names else ""
             shown = type(values[wrong]).__name__
             with suppress(ValueError):  # integers of thousands of digits have no text
@@ -135,6 +128,13 @@ def read_result(
                 f"{who} returned {shown}{part} for completion {numbers[row]}; "
                 "it must be a finite float, or None where it doesn't apply",
             )
+        elif len(unread) == len(values):
+            failures[row] = RewardFailure(
+                "not_applicable",
+                f"{who} returned None for completion {numbers[row]}, and nothing else scores it",
+            )
+        else:
+            scores[row] = row_scores
     return Scores.of(names, scores, failures)
 
 
@@ -195,8 +195,8 @@ class RegisteredReward:
     """`answer(completion)` reads the answer that evaluation shows and votes on."""
     well_formed: Callable[..., bool] | None = None
     """`well_formed(completion)` says whether it keeps the format."""
-    lenient: Callable[..., bool] | None = None
-    """`lenient(completion, truth)` says whether it is right where a part counts as the answer."""
+    lenient: Callable[..., bool | None] | None = None
+    """`lenient(completion, truth)` reads a part as the answer; by the truth's kind if None."""
     row_options: tuple[str, ...] = ()  # options, of `answer` too, that a column of that name sets
     right_from: str | Callable[..., float] | None = None
     """The least score of a right completion (1 if None): the option that has it, or a function."""
@@ -264,9 +264,9 @@ def register_row_reward(
             truths = [None] * len(completions) if ground_truth is None else ground_truth
             scores: list[float | None] = []
             for row, (completion, truth) in enumerate(zip(completions, truths, strict=True)):
-                own = {name: by_row[name][row] for name in by_row if by_row[name][row]}
+                of_row = row_values(by_row, row)
                 try:
-                    value = function(completion, truth, **options, **own)
+                    value = function(completion, truth, **options, **of_row)
                     scores.append(None if value is None else float(value))
                 except RewardError as error:
                     raise error.with_message(f"row {row}: {error}") from None
@@ -275,6 +275,11 @@ def register_row_reward(
         return register_reward(name, row_options=row_options, **details)(reward)
 
     return add
+
+
+def row_values(columns: Mapping[str, Sequence[object]], row: int) -> dict[str, Any]:
+    """The entries of a row that are not empty."""
+    return {name: values[row] for name, values in columns.items() if values[row]}
 
 
 def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> RewardFunction:

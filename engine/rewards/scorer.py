@@ -24,7 +24,7 @@ from engine.errors import ConfigError, RewardError
 from engine.redaction import redact_values
 from engine.registry import keyword_defaults
 from engine.rewards import calls
-from engine.rewards.probes import lenient_reading
+from engine.rewards.answers import lenient_match
 from engine.rewards.reward_function import (
     NOT_APPLICABLE,
     RewardFailure,
@@ -32,6 +32,7 @@ from engine.rewards.reward_function import (
     registered_reward,
     resolve_reward,
     reward_module,
+    row_values,
 )
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class CombinedReward(calls.RewardScorer):
         self.components = self._joined_components()
 
     def components_of(self, source: object) -> tuple[str, ...]:
-        """Those that the reward of a source's rows gives, as far as is known, without further."""
+        """Components that the reward of a source's rows gives, as far as is known."""
         return self._sources.get(str(source), self._main).components or (ANSWER,)
 
     def score_all(self, rows: calls.RewardRows, timeout_s: float) -> Scores:
@@ -214,7 +215,7 @@ class Scorer:
 
     @property
     def components(self) -> tuple[str, ...] | None:
-        """Their names; () for one score without a name, None as long as nothing is known."""
+        """Names of the components; () for one unnamed score, None while nothing is known."""
         return self.reward.components
 
     def score(
@@ -285,9 +286,9 @@ class Scorer:
         """
         judges, answers = self._judges_of(sources), []
         for row, (judge, text) in enumerate(zip(judges, completions, strict=True)):
-            names = judge.row_options & (columns or {}).keys()
-            own = {name: columns[name][row] for name in names if columns and columns[name][row]}
-            answers.append(judge.read_answer(text, **own) if judge.read_answer else None)
+            options = {k: v for k, v in (columns or {}).items() if k in judge.row_options}
+            read = judge.read_answer
+            answers.append(read(text, **row_values(options, row)) if read else None)
         return answers, any(judge.read_answer for judge in judges)
 
     def well_formed(
@@ -309,9 +310,8 @@ class Scorer:
         """
         right: list[bool | None] = [None] * len(completions)
         for i, judge in enumerate(self._judges_of(sources)):
-            read = judge.lenient or lenient_reading(truths[i])
             with suppress(RewardError):
-                right[i] = None if read is None else read(completions[i], truths[i])
+                right[i] = (judge.lenient or lenient_match)(completions[i], truths[i])
         return right
 
     def close(self) -> None:
@@ -335,7 +335,7 @@ class _Judge:
     read_answer: Callable[..., str | None] | None = None
     well_formed: Callable[[str], bool] | None = None
     right_from: float = 1.0  # the least score of a right completion
-    lenient: Callable[[str, object], bool] | None = None
+    lenient: Callable[..., bool | None] | None = None
     row_options: frozenset[str] = frozenset()  # of `read_answer`, unless `reward.options` has them
 
     def keeps_format(self, text: str) -> bool:

@@ -55,6 +55,11 @@ class Completion:
     routed_experts: Tensor | None = None  # int16 [prompt + completion − 1, layers · k]: the experts
     # that each token but the last was given to, where they are recorded
 
+    @property
+    def versions(self) -> list[int]:
+        """Policy version of each token."""
+        return self.token_versions or [self.policy_version] * len(self.token_ids)
+
 
 class RolloutEngine(Protocol):
     """Tokens in, completions out.
@@ -103,7 +108,7 @@ class EngineCapabilities:
 
 ENGINE_SETTINGS = (
     *("max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "enable_rollout_routing_replay"),
-    *("server", "vllm"),
+    *("kv_on_update", "server", "vllm"),
 )
 """Fields of RolloutConfig that only some engines read."""
 COMMON_OPTIONS = ("max_num_seqs", "max_model_len", "kv_cache_memory_mb", "seed")

@@ -31,6 +31,14 @@ class StreamedCompletion:
     completion_index: int  # place among its request's completions, 0 … n-1
     completion: Completion  # `prompt_index` is the request's number in this stream's submissions
 
+    @property
+    def part(self) -> PartialCompletion:
+        """Its tokens, as those of an unfinished completion are kept."""
+        done = self.completion
+        return PartialCompletion(
+            self.completion_index, done.token_ids, done.log_probs, done.versions
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:

@@ -11,13 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from engine.console import command_line, display_path, say
-from engine.errors import ConfigError, EngineError, StorageError
+from engine.errors import ConfigError, EngineError
 from engine.samples.sample_files import PAGE, SampleFolder, find_samples
 from engine.samples.viewer import page_of
-from engine.storage.filesystem import is_remote, write_atomically
+from engine.storage.filesystem import is_remote, write_text
 
 
-@command_line
+@command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m engine.samples",
@@ -37,15 +37,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="serve it at http://127.0.0.1:PORT/ (8266), made again at each visit",
     )  # fmt: skip
     options = parser.parse_args(arguments)
-    try:
-        folder = find_samples(options.folder)
-        if options.serve is not None:
-            _serve(folder, options.serve)
-        else:
-            say(display_path(_write(folder, options.html)))
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return 1
+    folder = find_samples(options.folder)
+    if options.serve is not None:
+        _serve(folder, options.serve)
+    else:
+        say(display_path(_write(folder, options.html)))
     return 0
 
 
@@ -53,13 +49,7 @@ def _write(folder: SampleFolder, target: str | None) -> Path:
     """Write the page, beside the samples of this machine unless `target` says where."""
     here = Path.cwd() if is_remote(folder.uri) else Path(folder.uri)
     path = Path(target).expanduser() if target else here / PAGE
-    page = page_of(folder).encode()
-    try:
-        write_atomically(path, [page])
-    except OSError as error:
-        raise StorageError(
-            f"can't write {path}: {error.strerror or error}; choose another file with --html"
-        ) from error
+    write_text(path, page_of(folder), "choose another file with --html")
     return path
 
 

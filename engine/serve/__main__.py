@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from engine.console import INTERRUPTED, command_line, human_time, quiet, say
-from engine.errors import ConfigError, EngineError, RolloutError
+from engine.console import command_line, human_time, quiet, say
+from engine.errors import ConfigError, RolloutError
 from engine.openai_api.http_server import listen
 from engine.serve import Identity, resolve
 from engine.serve.api_server import ApiServer, ServerLimits
 from engine.storage.signatures import KEYS_VARIABLE, trusted_keys
 
 T = TypeVar("T")
-FAILED, TERMINATED, GIB = 1, 143, 2**30
+GIB = 2**30
 _SIGNALS_S = 1.0  # a signal that comes just before a wait is handled after it: no wait is longer
 
 
-@command_line
+@command_line(left="the server has stopped")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -41,57 +39,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words[:split])
     options.vllm = words[split + 1 :]
     quiet()
-    previous_handler = signal.signal(signal.SIGTERM, _terminate)
-    try:
-        with tempfile.TemporaryDirectory(
-            prefix="hybridflyte-serve-", ignore_cleanup_errors=True
-        ) as scratch:
-            _serve(options, Path(scratch))
-            return 0
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return FAILED
-    except KeyboardInterrupt:
-        say("interrupted; the server has stopped", error=True)
-        return INTERRUPTED
-    except SystemExit:  # by `_terminate`
-        say("terminated; the server has stopped", error=True)
-        return TERMINATED
-    finally:
-        signal.signal(signal.SIGTERM, previous_handler)
+    folder = tempfile.TemporaryDirectory(prefix="hybridflyte-serve-", ignore_cleanup_errors=True)
+    with folder as scratch:
+        _serve(options, Path(scratch))
+    return 0
 
 
 def _serve(options: argparse.Namespace, scratch: Path) -> None:
     from engine.serve.vllm_server import is_installed
 
-    if options.dry_run:
-        vllm = options.engine == "vllm" or (options.engine == "auto" and is_installed())
-        _say_plan(options, scratch, "vLLM" if vllm else "native")
-        return
-    if options.engine == "vllm" or (options.engine == "auto" and is_installed()):
-        _with_vllm(options, scratch)
-    if options.vllm:
+    uses_vllm = options.engine == "vllm" or (options.engine == "auto" and is_installed())
+    if options.vllm and not uses_vllm:
         raise RolloutError(f"{' '.join(options.vllm)} is for vLLM, which is not the engine here")
-    _with_native(options, scratch)
+    for name in ServerLimits.model_fields if uses_vllm else ():
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} is the native server's; vLLM's own options go behind --")
+    if options.dry_run:
+        _say_plan(options, scratch, uses_vllm)
+    elif uses_vllm:
+        _with_vllm(options, scratch)
+    else:
+        _with_native(options, scratch)
 
 
-def _say_plan(options: argparse.Namespace, scratch: Path, engine: str) -> None:
+def _say_plan(options: argparse.Namespace, scratch: Path, uses_vllm: bool) -> None:
     """Check port, limits and model; say what would be served, and the memory that it takes."""
-    from engine.models import saved_dtype, text_config
+    from engine.models import saved_dtype, text_config, vocabulary_and_context
     from engine.parallel.layout import ModelShape
+    from engine.rollout.protocol import resolve_max_model_len
     from engine.serve.fair_decoder import SEQUENCES
+    from engine.serve.vllm_server import require_vllm
 
     listen(options.host, options.port).close()
     _limits(options)
     folder, identity = _resolve(options, scratch)
-    config, weights = text_config(folder), folder.glob("*.safetensors")
-    shape, bytes_each = ModelShape.of(config), 4 if saved_dtype(folder) == "float32" else 2
-    context = options.max_model_len or config.max_position_embeddings
+    if uses_vllm:
+        require_vllm()
+    weights, shape = folder.glob("*.safetensors"), ModelShape.of(text_config(folder))
+    bytes_each = 4 if saved_dtype(folder) == "float32" else 2
+    context = resolve_max_model_len(options.max_model_len, vocabulary_and_context(folder)[1])
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * bytes_each
     sizes = [sum(file.stat().st_size for file in weights), SEQUENCES * context * token]
     say(
-        f"dry run, nothing is served; {identity.name}, content {identity.digest}, by {engine} at "
-        f"http://{options.host}:{options.port}/v1"
+        f"dry run, nothing is served; {identity.name}, content {identity.digest}, by "
+        f"{'vLLM' if uses_vllm else 'native'} at http://{options.host}:{options.port}/v1"
     )
     say(
         f"memory    weights {sizes[0] / GIB:.2f} GiB as saved; keys and values {token} bytes a "
@@ -124,10 +116,6 @@ def _with_native(options: argparse.Namespace, scratch: Path) -> NoReturn:
 def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
     from engine.serve.vllm_server import check_port, log_end, vllm_server
 
-    for name in ServerLimits.model_fields:
-        if getattr(options, name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is the native server's; vLLM's own options go behind --")
     started, port = time.monotonic(), check_port(options.host, options.port)
     folder, identity = _interruptible(lambda: _resolve(options, scratch))
     if options.max_model_len is not None:
@@ -166,10 +154,6 @@ def _say_ready(identity: Identity, engine: str, url: str, started: float) -> Non
     )
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(TERMINATED)
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine.serve",
@@ -183,31 +167,21 @@ def _parser() -> argparse.ArgumentParser:
     add("model", help="models:/NAME@ALIAS, models:/NAME/VERSION, or a model's folder")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     add("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
-    add(
-        "--engine",
-        choices=("auto", "vllm", "native"),
-        default="auto",
-        help="what decodes (default: vllm where it is installed, else native)",
-    )
+    about = "what decodes (default: vllm where it is installed, else native)"
+    add("--engine", choices=("auto", "vllm", "native"), default="auto", help=about)
     add("--dry-run", action="store_true", help="check all, say what would be served, and exit")
-    add("--name", default="", help="the model's id in the API (default: its registered name, or "
-        "its folder's)")  # fmt: skip
-    add(
-        "--require-signatures",
-        action="store_true",
-        help=f"refuse a model that none of the keys in ${KEYS_VARIABLE} signed",
-    )
+    about = "the model's id in the API (default: its registered name, or its folder's)"
+    add("--name", default="", help=about)
+    about = f"refuse a model that none of the keys in ${KEYS_VARIABLE} signed"
+    add("--require-signatures", action="store_true", help=about)
     add("--max-model-len", type=int, metavar="TOKENS", help="default: the model's context")
-    add(
-        "--start-timeout", type=float, default=900.0, metavar="SECONDS",
-        help="vllm: longest wait for its start (default: 900)",
-    )  # fmt: skip
+    about = "vllm: longest wait for its start (default: 900)"
+    add("--start-timeout", type=float, default=900.0, metavar="SECONDS", help=about)
     limits = parser.add_argument_group("limits of the native server")
     for name, info in ServerLimits.model_fields.items():
-        limits.add_argument(
-            f"--{name.replace('_', '-')}", type=type(info.default), metavar="NUMBER",
-            help=f"{' '.join((info.description or '').split())} (default: {info.default})",
-        )  # fmt: skip
+        about = f"{' '.join((info.description or '').split())} (default: {info.default})"
+        option = f"--{name.replace('_', '-')}"
+        limits.add_argument(option, type=type(info.default), metavar="NUMBER", help=about)
     return parser
 
 

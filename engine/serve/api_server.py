@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from pydantic import Field
 from starlette.applications import Starlette
@@ -25,7 +25,14 @@ from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineError
 from engine.openai_api import schema
-from engine.openai_api.http_server import HttpLimits, HttpServer, listen, read_body, unless_gone
+from engine.openai_api.http_server import (
+    HttpLimits,
+    HttpServer,
+    json_response,
+    listen,
+    read_body,
+    unless_gone,
+)
 from engine.openai_api.schema import Answer, Completions, RequestError, RequestLimits
 from engine.serve import Identity
 
@@ -36,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServerLimits(HttpLimits, RequestLimits):
-    """What the native server bears from its clients, and does for one of them."""
+    """Limits of the native server on connections, requests and waiting times."""
 
     request_timeout: float = Field(600.0, gt=0, description="Longest wait for an answer, seconds")
 
@@ -95,13 +102,13 @@ class ApiServer:
     async def _health(self, request: Request) -> Response:
         state, status = ("loading", 503) if self.backend is None else ("ok", 200)
         values = {"status": state, "engine": "native", "model": asdict(self.identity)}
-        return _json(values, status)
+        return json_response(values, status)
 
     async def _models(self, request: Request) -> Response:
         context = None if self.backend is None else self.backend.context
         model = {"id": self.identity.name, "object": "model", "created": self.created}
         model |= {"owned_by": "hybridflyte", "max_model_len": context}
-        return _json({"object": "list", "data": [model]})
+        return json_response({"object": "list", "data": [model]})
 
     async def _complete(self, request: Request) -> Response:
         deadline = asyncio.get_running_loop().time() + self.limits.request_timeout
@@ -114,12 +121,8 @@ class ApiServer:
             raise RequestError("the server is stopping", 503) from None
 
     def _parse(self, path: str, data: bytearray) -> Completions:
-        try:
-            values = json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise RequestError(f"the request is not JSON: {error}") from None
         kind, name = schema.KINDS[path], self.identity.name
-        return schema.parse(kind, values, name, self.limits, NOT_OFFERED)
+        return schema.parse(kind, schema.read_json(data), name, self.limits, NOT_OFFERED)
 
     async def _respond(self, request: Completions, deadline: float) -> Response:
         if self.backend is None:
@@ -134,7 +137,8 @@ class ApiServer:
             finally:
                 accepted.cancel()
         body = reply.whole([answers[index] for index in sorted(answers)], accepted.log_probs)
-        write = partial("".join, schema.json_pieces(body))
+        # In pieces, as `json.dumps` holds all threads up meanwhile.
+        write = partial("".join, json.JSONEncoder().iterencode(body))
         text = await _in_thread(bool(accepted.log_probs), write)
         return Response(text, media_type="application/json")
 
@@ -187,7 +191,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         paths, status = " or ".join(schema.KINDS), error.status_code
         message = f"there is no {request.method} {request.url.path}; POST to {paths}"
-    return _json(schema.error_body(message, status), status)
+    return json_response(schema.error_body(message, status), status)
 
 
 def _described(error: Exception) -> tuple[str, int]:
@@ -200,8 +204,3 @@ def _described(error: Exception) -> tuple[str, int]:
     if isinstance(error, EngineError):
         return str(error), getattr(error, "status", 500)
     return "the server failed at this request; its log says why", 500
-
-
-def _json(values: Any, status: int = 200) -> Response:
-    headers = {"retry-after": "1"} if status == 503 else None
-    return Response(json.dumps(values), status, headers, media_type="application/json")

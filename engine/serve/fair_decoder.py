@@ -1,4 +1,4 @@
-"""Decoding for many clients at once, none of whom can keep the others waiting.
+"""Decodes for many clients at once, so that none waits long for the others.
 
 Requests that draw tokens in the same way share a stream of the engine (continuous batching); one
 with a seed of its own has a stream to itself, so that it gives the same tokens whoever else asks.
@@ -22,8 +22,8 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.errors import RolloutError
-from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams
-from engine.rollout.stream import PartialCompletion, PartialRequest, RolloutStream, open_stream
+from engine.rollout.protocol import RolloutEngine, SamplingParams
+from engine.rollout.stream import PartialRequest, RolloutStream, StreamedCompletion, open_stream
 
 SEQUENCES = 64  # decoded at once
 _PREFILL_TOKENS = 4096  # of prompts that begin in one step, or a single longer one
@@ -44,7 +44,7 @@ class Decoded:
 
 
 Event = Decoded | list[LogProbs | None] | Exception | None
-"""What a request is sent: completions as they end, its prompts' log-probs in order, or an error;
+"""A message to a request: completions as they end, its prompts' log-probs in order, or an error;
 then None."""
 
 
@@ -108,14 +108,13 @@ class _Sequence:
         seeded = self.job.has_seed
         self.key = (self.prompt, self.completion) if seeded else random.getrandbits(62)
 
-    def ended(self, completion: Completion) -> bool:
+    def ended(self, sampled: StreamedCompletion) -> bool:
         """Whether its completion is whole; keeps the tokens of one that was cut."""
-        ids, limit = completion.token_ids, self.job.longest[self.prompt]
-        if not self.cut or completion.finish_reason == "stop" or len(ids) >= limit:
+        completion, limit = sampled.completion, self.job.longest[self.prompt]
+        if not self.cut or completion.finish_reason == "stop" or len(completion.token_ids) >= limit:
             return True
-        versions = completion.token_versions or [completion.policy_version] * len(ids)
-        part = PartialCompletion(0, ids, completion.log_probs, versions)
-        self.begun = PartialRequest(self.key, list(self.job.prompts[self.prompt]), [part])
+        prompt = list(self.job.prompts[self.prompt])
+        self.begun = PartialRequest(self.key, prompt, [sampled.part])
         self.cut = False
         return False
 
@@ -270,7 +269,7 @@ class FairDecoder:
             job.running -= 1
             if job.cancelled:
                 continue
-            if sequence.ended(completion):
+            if sequence.ended(done):
                 index = sequence.prompt * job.params.n + sequence.completion
                 job.deliver(Decoded(index, completion.token_ids, completion.finish_reason))
             else:

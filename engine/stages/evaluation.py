@@ -17,16 +17,17 @@ from engine.data.contract import EVALUATION_ROWS, check, check_disjoint
 from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.rows import prompt_text
 from engine.data.sources import SPLITS, evaluation_files
-from engine.errors import EngineError, LineageError, StorageError
+from engine.errors import EngineError, LineageError
 from engine.evaluation import drift, lm_eval, summary
 from engine.evaluation.comparability import comparable_settings
 from engine.evaluation.policy_steps import read_overoptimisation, read_policy_steps
 from engine.evaluation.report_page import Link, Verdict, render_report
+from engine.evaluation.results import ModelName, read_rows
 from engine.lineage import lookup
 from engine.lineage.audit import audit
 from engine.lineage.compare import compare
-from engine.lineage.page import render_page, write_page
-from engine.promotion.gate import trained_on
+from engine.lineage.page import render_page
+from engine.promotion.gate import trained_on, training_prompts
 from engine.redaction import redact
 from engine.rewards import scorer_identity
 from engine.stages import reward_audit
@@ -34,13 +35,14 @@ from engine.stages.fetch import START_MODEL, first_model, trained_by
 from engine.stages.settings import EvaluationSettings, RunContext
 from engine.stages.stage import Artifact, host, ray_for, run_folder, shared, show_facts, stage
 from engine.storage.artifacts import Parent, local_path, read_manifest
-from engine.storage.filesystem import home, write_atomically
+from engine.storage.filesystem import home, write_text
 from engine.storage.signatures import trusted_keys
 from engine.tracking import Tracker
 from engine.tracking.connection import default_uri
 
 REPORT, LINEAGE = "report.html", "lineage.html"
 MODELS = ("warm_start", "rl")
+FREE_SPACE = "free space or set HYBRIDFLYTE_HOME"
 NEAR_ZERO = 0.02  # pass@1, a fraction
 POLICY = "rl"  # the trained policy's key in the summary, whatever trained it
 LEARNED_FROM = ("pairs", "reference", "reward_model")  # kinds of a policy's parents
@@ -81,7 +83,7 @@ def evaluate(
         # Of this machine, which may be another than the plan's.
         lm_eval.require_lm_eval(config.lm_eval)
         this.log_splits(folder, [path.stem for path in evaluation_files(folder).values()])
-        models = {
+        models: dict[ModelName, Path] = {
             "warm_start": this.load_parent("warm_start", warm_start),
             "rl": this.load_parent("policy", policy),
         }
@@ -139,12 +141,12 @@ def evaluation_metrics(sets: Sequence[summary.EvaluatedSet]) -> dict[str, float]
 
 
 def evaluate_part(
+    part: int,
     run: RunContext,
     settings: EvaluationSettings,
     dataset: Artifact,
     warm_start: Artifact,
     policy: Artifact,
-    part: int,
 ) -> pd.DataFrame:
     """Return both models' rows of one share of the problems, `part` of `config.map_parts`.
 
@@ -155,14 +157,14 @@ def evaluate_part(
     config = settings.config
     with ray_for(uses_ranks(config)):
         say(f"evaluation: part {part + 1} of {config.map_parts} starts")
-        models = {"warm_start": warm_start.local(), "rl": policy.local()}
+        models: dict[ModelName, Path] = {"warm_start": warm_start.local(), "rl": policy.local()}
         problems = summary.read_problems(dataset.local())
         rows = answer_problems(models, problems, settings, (part, config.map_parts))
         return pd.concat(list(rows.values()), ignore_index=True)
 
 
 def answer_problems(
-    models: Mapping[str, Path],
+    models: Mapping[ModelName, Path],
     problems: Mapping[str, pd.DataFrame],
     settings: EvaluationSettings,
     part: tuple[int, int] = (0, 1),
@@ -182,21 +184,15 @@ def answer_problems(
                 bar.update(start + done - bar.count)
 
             rows[name] = evaluate_model(
-                folder,
-                problems,
-                name,  # type: ignore[arg-type]
-                config,
-                max_response_length=data.max_response_length,
-                max_prompt_length=data.max_prompt_length,
-                seed=settings.seed,
-                part=part,
+                folder, problems, name, config, max_response_length=data.max_response_length,
+                max_prompt_length=data.max_prompt_length, seed=settings.seed, part=part,
                 on_progress=report,
-            )
+            )  # fmt: skip
     return rows
 
 
 def harness_metrics(
-    folder: Path, models: Mapping[str, Path], config: EvaluateConfig, seed: int
+    folder: Path, models: Mapping[ModelName, Path], config: EvaluateConfig, seed: int
 ) -> dict[str, float]:
     """Run the lm-evaluation-harness on each model, if configured; return its scores as metrics."""
     scores: dict[str, list[lm_eval.HarnessScore]] = {}
@@ -228,10 +224,8 @@ def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:
 def known_from_training(dataset: Path, test: pd.DataFrame) -> int:
     """Count the prompts that were trained on, by the words of the promotion rule's defaults."""
     rule = ContaminationConfig()
-    frames = (pd.read_parquet(dataset / f"{name}.parquet") for name in ("sft_train", "train"))
-    training = (prompt_text(prompt) for frame in frames for prompt in frame["prompt"])
     texts = [prompt_text(prompt) for prompt in test["prompt"]]
-    return sum(trained_on(texts, training, rule.ngram, rule.overlap))
+    return sum(trained_on(texts, training_prompts([dataset]), rule.ngram, rule.overlap))
 
 
 def training_curves(policy: Path) -> dict[str, list[float]]:
@@ -262,7 +256,7 @@ def evaluation_page(
     """Return the page of an evaluation that has all other files, and whose parents these are."""
     harness = evaluation / lm_eval.FILE
     scores = lm_eval.from_json(harness.read_bytes(), str(harness)) if harness.is_file() else {}
-    tables = (pd.read_parquet(evaluation / f"rows_{name}.parquet") for name in MODELS)
+    tables = (read_rows(evaluation, name) for name in MODELS)
     sets = summary.read_sets(evaluation)
     before, after = (summary.rows_of_set(table, summary.TEST) for table in tables)
     steps, audited = read_policy_steps(policy), reward_audit.audit_folder(parents)
@@ -295,7 +289,7 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
     stores = [parents["evaluation"].uri, str(promotion)]
     try:
         graph = render_page(lookup.review([parents["policy"].uri], stores))
-        write_page(folder / LINEAGE, graph)
+        write_text(folder / LINEAGE, graph, FREE_SPACE)
     except EngineError as error:
         say(f"report: there is no page of the lineage: {error}")
     problems, dataset = sets[0].comparison.problems, parents["dataset"].digest[:12]
@@ -307,7 +301,7 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
     }
     made_of, verdict = read_manifest(evaluation).parents, read_verdict(promotion)
     page = evaluation_page(evaluation, policy, made_of, facts, verdict)
-    write_page(folder / REPORT, page)
+    write_text(folder / REPORT, page, FREE_SPACE)
     host().show("Evaluation", page)
     if graph:
         host().show("Lineage", graph)
@@ -360,9 +354,7 @@ def report(
     facts = summarise(run, config_digest, folders)
     facts["report"] = str(write_pages(run, folders["promotion"]))
     path = write_summary(run, facts)
-    low, high = facts["gain_interval"]
-    metrics = {f"pass_at_1_{name}": value for name, value in facts["pass_at_1"].items()}
-    metrics |= {"gain": facts["gain"], "gain_low": low, "gain_high": high}
+    metrics = evaluation_metrics(summary.read_sets(folders["evaluation"]))
     Tracker(experiment=run.experiment).finish_pipeline(run.mlflow_run, "FINISHED", metrics)
     print_summary(facts, path, folders)
     return path
@@ -423,12 +415,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
 def write_summary(run: RunContext, facts: dict[str, Any]) -> Path:
     """Write `runs/<run id>/summary.json` whole or not at all."""
     path = run_folder(run) / "summary.json"
-    try:
-        write_atomically(path, [f"{json.dumps(facts, indent=2)}\n".encode()])
-    except OSError as error:
-        raise StorageError(
-            f"can't write {path}: {error}; free space or set HYBRIDFLYTE_HOME"
-        ) from error
+    write_text(path, f"{json.dumps(facts, indent=2)}\n", FREE_SPACE)
     return path
 
 
@@ -453,7 +440,7 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
     rows = {
         f"pass@1 {first}": rate("warm_start"),
         f"pass@1 after {method}": rate("rl"),
-        "gain": f"{points(facts['gain'], low, high)} on {facts['problems']} problems",
+        "gain": f"{points((facts['gain'], low, high))} on {facts['problems']} problems",
         **{f"reward audit ({a['scorer']})": audit_line(a) for a in facts["reward_audit"]},
         "promotion": f"version {decision['model_version']} "
         f"{'promoted' if decision['promoted'] else 'not promoted'} (why: below)",
@@ -563,7 +550,7 @@ def review(
     folder = home() / "reviews"
     folder.mkdir(parents=True, exist_ok=True)
     path = Path(tempfile.mkdtemp(prefix="review-", dir=folder)) / LINEAGE
-    write_page(path, page)
+    write_text(path, page, FREE_SPACE)
     for finding in checked.findings if checked else ():
         say(f"review: {'FAULT' if finding.is_fault else 'note'}: {finding.text}")
     say(f"review: {lineage.summary} → {path}")

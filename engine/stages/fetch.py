@@ -11,12 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError
-
 from engine.config import ModelConfig
 from engine.console import display_path, say
-from engine.errors import ConfigError, LineageError, ModelError, StorageError
+from engine.errors import ConfigError, LineageError, StorageError
 from engine.stages.settings import RunContext
 from engine.stages.stage import Artifact, shared, show_facts, stage
 from engine.storage.artifacts import (
@@ -29,7 +26,7 @@ from engine.storage.artifacts import (
     verify,
 )
 from engine.storage.digests import MANIFEST, tree_digest
-from engine.storage.filesystem import artifact_path, fsync_tree, is_hub_id, split_revision
+from engine.storage.filesystem import artifact_path, fsync_tree, hub_folder, is_hub_id
 from engine.tracking import Tracker
 from engine.tracking.model_versions import (
     ARTIFACT_TAG,
@@ -39,8 +36,6 @@ from engine.tracking.model_versions import (
 )
 
 REGISTERED = "models:/"
-HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
-HUB_SECONDS = 10.0
 START_MODEL: Literal["start_model"] = "start_model"  # kind of the artifact without a warm start
 
 
@@ -67,7 +62,7 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
         return _from_registry(tracker, tracker.model_version(reference))
     if "://" not in reference and not Path(reference).exists():
         require_model_folder(reference, name)  # says what is wrong, unless it looks like a hub id
-        return _publish_copy(hub_files(reference, name), reference)
+        return _publish_copy(hub_folder(reference, name), reference)
     folder = local_path(reference)
     require_model_folder(str(folder), name)
     if (folder / MANIFEST).is_file():
@@ -95,7 +90,7 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
             "its files are those that were registered can't be checked"
         )
     with staging("download") as draft:
-        folder = tracker.download_model(version.name, version.version, draft / "model")
+        folder = tracker.download_model(version, draft / "model")
         if not (folder / MANIFEST).is_file():
             return _publish_copy(folder, f"{REGISTERED}{version.name}/{version.version}")
         manifest = read_manifest(folder)
@@ -137,7 +132,7 @@ def publish_start_model(
     with stage(START_MODEL, run, settings) as this:
         data = this.load_parent("dataset", dataset)
         path = start.path
-        source = hub_files(path, "model.path") if is_hub_id(path) else Path(path)
+        source = hub_folder(path) if is_hub_id(path) else Path(path)
         if (source / MANIFEST).is_file():  # of ours, so that its lineage goes on
             this.parents.append(read_manifest(source).as_parent("start", str(source.absolute())))
         left_out = shutil.ignore_patterns(MANIFEST)
@@ -159,19 +154,3 @@ def trained_by(parents: Iterable[Parent]) -> Literal["", "preference"]:
     """Return what trained an evaluation's policy, where it was not RL."""
     kinds = {parent.name: parent.kind for parent in parents}
     return "preference" if kinds.get("policy") == "preference" else ""
-
-
-def hub_files(hub_id: str, setting: str) -> Path:
-    """Fetch a model of the Hugging Face hub into the hub's cache; ModelError where that fails."""
-    name, revision = split_revision(hub_id)
-    try:
-        folder = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=HUB_FILES, etag_timeout=HUB_SECONDS
-        )
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ModelError(
-            f"{setting}={hub_id!r} is no folder here and can't be downloaded from the hub "
-            f"({reason}); check the name and the network, or give a folder"
-        ) from error
-    return Path(folder)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from engine.errors import ConfigError
+from engine import errors
 from engine.stages.profiles import LAPTOP, Profile
 
 if TYPE_CHECKING:
@@ -86,6 +87,16 @@ STAGES: Mapping[str, PodOptions] = {
 }
 
 
+# Faults of machines and services, after which a stage is tried again on a cluster.
+RETRYABLE = (
+    errors.PlacementError,
+    errors.PreemptedError,
+    errors.StorageError,
+    errors.TrackingError,
+    errors.WorkerError,
+)
+
+
 # Images. Registration sets the variables to references by digest before it loads the tasks, so that
 # cache keys contain the images.
 
@@ -132,13 +143,13 @@ def read_secrets(text: str) -> dict[str, SecretName]:
     for entry in (part.strip() for part in text.split(",") if part.strip()):
         match = _ENTRY.fullmatch(entry)
         if match is None:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{SECRETS}: {entry!r} is no VARIABLE=GROUP/KEY; give the variable and the "
                 "secret's name, never its value, such as HF_TOKEN=hybridflyte/hub"
             )
         variable, group, key = match.groups()
         if variable in secrets:
-            raise ConfigError(f"{SECRETS} names {variable} twice; leave one out")
+            raise errors.ConfigError(f"{SECRETS} names {variable} twice; leave one out")
         secrets[variable] = SecretName(group, key)
     return secrets
 
@@ -171,7 +182,7 @@ def recipients(*, slack: bool) -> list[str]:
         address = entry.removeprefix(_SLACK)
         name, _, host = address.partition("@")
         if not (name and host):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{NOTIFY}={text!r}: {address!r} is no e-mail address; separate several by commas, "
                 f"and write {_SLACK}ADDRESS for a Slack channel's"
             )
@@ -220,3 +231,32 @@ def _pod(
         tolerations=taints or None,
         volumes=[client.V1Volume(name="shm", empty_dir=memory)],
     )
+
+
+def ray_job(
+    plugin: Any, pod: Callable[[str, Callable[[], V1PodSpec]], Any], profile: Profile
+) -> dict[str, Any]:
+    """Return the options of a plugin's RayJobConfig, of a cluster whose head schedules nothing.
+
+    A pre-empted spot machine is replaced by the autoscaler, or the run continues with fewer.
+    plugin: flytekit's or Flyte 2's module for Ray. pod: makes its template of a pod, of the name of
+    the container and what builds the specification.
+    """
+    head, worker = "ray-head", "ray-worker"
+    return {
+        "head_node_config": plugin.HeadNodeConfig(
+            ray_start_params={"num-cpus": "0"}, pod_template=pod(head, partial(head_pod, head))
+        ),
+        "worker_node_config": [
+            plugin.WorkerNodeConfig(
+                group_name="workers",
+                replicas=profile.replicas.start,
+                min_replicas=profile.replicas.fewest,
+                max_replicas=profile.replicas.most,
+                pod_template=pod(worker, partial(machine_pod, worker, profile)),
+            )
+        ],
+        "enable_autoscaling": True,
+        "shutdown_after_job_finishes": True,
+        "ttl_seconds_after_finished": 600,
+    }

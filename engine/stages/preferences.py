@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 import pyarrow.parquet as pq
@@ -29,6 +29,7 @@ from engine.preferences import layout_of, rank_rollouts, read_preference_tables
 from engine.runtime.policy_runtime import StartModel, open_tokenizer
 from engine.stages.dataset import write_card
 from engine.stages.evaluation import ranking
+from engine.stages.profiles import Profile
 from engine.stages.settings import (
     PairsSettings,
     PreferenceSettings,
@@ -286,30 +287,35 @@ def open_trainer(
     return kind(start, pad, config, seed=settings.seed, start=this.parent("policy").digest)
 
 
-class Round(NamedTuple):
-    """The settings of one round of `pairs`, `reference_log_probs` and `preference_training`."""
+def learn_in_rounds(
+    front: Any,
+    profile: Profile,
+    run: RunContext,
+    pairs_settings: PairsSettings,
+    settings: PreferenceSettings,
+    dataset: Any,
+    start: Any,
+) -> Any:
+    """Make preferences, their reference and an update by a front's tasks, `pairs.rounds` times.
 
-    pairs: PairsSettings
-    reference: PreferenceSettings
-    training: PreferenceSettings
-
-
-def rounds(pairs: PairsSettings, settings: PreferenceSettings) -> Iterator[Round]:
-    """Yield the `pairs.rounds` rounds.
-
-    One is the offline pipeline; in several the policy of the round before makes the pairs and is
-    the reference.
+    One round is the offline pipeline; in several the policy of the round before makes the pairs and
+    is the reference. Returns the task's output of the last policy.
     """
     # A round's pairs don't depend on how many others there are.
-    config = pairs.config.model_copy(update={"rounds": 1})
+    config = pairs_settings.config.model_copy(update={"rounds": 1})
     reference = settings.model_copy(update={"config": reference_settings(settings.config)})
-    for number in range(pairs.config.rounds):
-        seed = settings.seed + number
-        yield Round(
-            pairs.model_copy(update={"config": config, "seed": seed}),
-            reference,
-            settings.model_copy(update={"seed": seed}),
+    policy = start
+    for number in range(pairs_settings.config.rounds):
+        seed = {"seed": settings.seed + number}
+        sampled = pairs_settings.model_copy(update={"config": config, **seed})
+        made = front.pairs(profile, run=run, settings=sampled, dataset=dataset, policy=policy)
+        inputs = {"run": run, "pairs": made, "policy": policy}
+        log_probs = front.reference_log_probs(profile, settings=reference, **inputs)
+        training = settings.model_copy(update=seed)
+        policy = front.preference_training(
+            profile, settings=training, reference=log_probs, **inputs
         )
+    return policy
 
 
 def reference_settings(config: PreferenceTrainingConfig) -> PreferenceTrainingConfig:

@@ -10,27 +10,21 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pandas as pd
 
-from engine.config import LineageConfig, PromoteConfig, RecheckConfig
+from engine.config import LineageConfig, PromoteConfig
 from engine.config.pipeline import RewardModelGateConfig
 from engine.console import display_path, say
 from engine.errors import LineageError, TrackingError
 from engine.evaluation.comparability import require_same_settings
-from engine.evaluation.results import require_problems
+from engine.evaluation.results import read_rows, require_problems
 from engine.evaluation.summary import read_problems
 from engine.promotion import champions, gate
 from engine.promotion.champions import Champions
-from engine.promotion.recheck import Recorded, baseline_model, recheck
-from engine.promotion.rules import (
-    Decision,
-    RuleOutcome,
-    decide_on_sets,
-    decision_of,
-    with_reward_audit,
-)
+from engine.promotion.recheck import recheck
+from engine.promotion.rules import Decision, decide_on_sets, decision_of, with_reward_audit
 from engine.stages.fetch import first_model
 from engine.stages.settings import PromotionSettings, RewardModelGateSettings, RunContext
 from engine.stages.stage import Artifact, Stage, host, shared, show_facts, stage
@@ -67,46 +61,38 @@ def promote(
         test = this.load_parent("dataset", dataset)
         model = this.load_parent("policy", policy)
         evidence = this.load_parent("evaluation", evaluation)
-        champions.check_evidence(test, model, evidence)
-        manifest = read_manifest(evidence)
+        manifest = gate.check_evidence(test, model, evidence)
         require_same_settings(manifest, settings.data, settings.evaluate, settings.seed)
         source, judged_by = this.parent("policy"), this.parent("evaluation")
         trusted = trusted_keys(settings.lineage)
-        datasets = champions.require_unmodified([source.uri, judged_by.uri], trusted)
+        datasets = gate.require_unmodified([source.uri, judged_by.uri], trusted)
         tags = {"evaluation_uri": judged_by.uri, "evaluation_manifest": judged_by.manifest}
-        comparisons: list[Comparison] = []
+        given = len(this.parents)
 
         def judge(tracker: Tracker, former: ModelVersion | None) -> Decision:
-            comparison = compare_and_decide(
+            decision, recorded = compare_and_decide(
                 this, settings, datasets, trusted, tracker, former, approved_by
             )
-            decision = with_reward_audit(comparison.decision, manifest.config, config)
-            comparison = comparison._replace(decision=decision)
-            comparisons.append(comparison)
-            return comparison.decision
+            this.parents[given:] = [recorded] if recorded else []
+            return with_reward_audit(decision, manifest.config, config)
 
         def facts(decision: Decision) -> dict[str, object]:
-            gain = None
-            if comparisons and comparisons[-1].decision is decision:  # else it is champion already
-                _, gain, recorded = comparisons[-1]
-                this.parents += [recorded] if recorded else []
-            waits = {"waits_for_approval": decision.waits_for_approval}
-            return {"gain": gain, "evaluation_digest": manifest.digest, **waits}
+            if not decision.outcomes:  # it is champion already, and was compared with nothing
+                del this.parents[given:]
+            gains = [o.value for o in decision.outcomes if o.rule.split(" on ")[0] == "gain"]
+            lows = [value[1] if isinstance(value, list) else -math.inf for value in gains]
+            return {
+                "gain": gains[lows.index(min(lows))] if gains else None,  # the least certain
+                "evaluation_digest": manifest.digest,
+                "waits_for_approval": decision.waits_for_approval,
+            }
 
-        return decide(this, run, source, config, tags, judge, facts, approved_by)
+        return decide(this, run, source, config, tags, judge, facts, trusted, approved_by)
 
 
 def trusted_keys(config: LineageConfig) -> frozenset[str] | None:
     """Return the public keys by one of which all must be signed; None where it need not be."""
     return signatures.trusted_keys(config.public_keys) if config.require_signatures else None
-
-
-class Comparison(NamedTuple):
-    """A decision, and what it was made on."""
-
-    decision: Decision
-    gain: list[float] | None  # mean and ends of the interval
-    recorded: Parent | None  # the champion's evaluation, where it was there already
 
 
 def compare_and_decide(
@@ -117,48 +103,37 @@ def compare_and_decide(
     tracker: Tracker,
     champion: ModelVersion | None,
     approved_by: str,
-) -> Comparison:
-    """Compare with the champion, or the warm start; `datasets` are all of its lineage."""
+) -> tuple[Decision, Parent | None]:
+    """Compare with the champion, or the warm start; `datasets` are all of its lineage.
+
+    Returns the champion's evaluation as well, where it was there already.
+    """
     folder, evaluate, rules = this.inputs["evaluation"], settings.evaluate, settings.config
-    manifest, after = read_manifest(folder), pd.read_parquet(folder / "rows_rl.parquet")
+    manifest, after = read_manifest(folder), read_rows(folder, "rl")
     problems = read_problems(this.inputs["dataset"])
     require_problems(after, problems, f"rows_rl.parquet of the evaluation {manifest.digest[:12]}")
     new = gate.Evaluated(
-        this.inputs["dataset"], after, manifest, settings.data, evaluate, settings.seed
-    )
+        this.inputs["policy"], this.inputs["dataset"], after, manifest, settings.data, evaluate,
+        settings.seed,
+    )  # fmt: skip
     champion_rows = this.folder / CHAMPION_ROWS
     champion_rows.unlink(missing_ok=True)  # of a decision that is made again
     recorded: Parent | None = None
     against: Literal["champion", "warm_start", "start_model"] = "champion"
     if champion is None:
         against = first_model(manifest.parents)
-        before = pd.read_parquet(folder / "rows_warm_start.parquet")
+        if not rules.bootstrap:
+            gate.require_own_start(read_manifest(new.policy), manifest)
+        before = read_rows(folder, "warm_start")
     else:
         before, recorded = gate.champion_evaluation(
-            tracker,
-            champion,
-            settings.config.alias,
-            new,
-            scratch=this.folder.parent,
-            trusted=trusted,
-            notify=lambda text: say(f"promotion: {text}"),
+            tracker, champion, rules.alias, new, scratch=this.folder.parent, trusted=trusted
         )
         if recorded is None:
             before.to_parquet(champion_rows, index=False)
-    names = ["test", *(extra.name for extra in settings.data.evaluation_sets)]
     sets = {
-        name: gate.measure(
-            before,
-            after,
-            against,
-            dataset=name,
-            policy=this.inputs["policy"],
-            datasets=datasets,
-            rules=settings.config,
-            confidence=evaluate.confidence,
-            approved_by=approved_by,
-        )
-        for name in gate.judged_sets(after, settings.config.dataset, names)
+        name: gate.measure(new, before, against, name, datasets, rules, approved_by)
+        for name in gate.judged_sets(new, rules.dataset)
     }
     # The set that decides: the one with the least certain gain.
     name = min(sets, key=lambda name: gain.low if (gain := sets[name].gain) else -math.inf)
@@ -168,8 +143,7 @@ def compare_and_decide(
     decision = decide_on_sets(sets, rules)
     if decision.promote and rules.recheck.problems:
         judged = set(sets).union(*([g.dataset] if g.dataset else problems for g in rules.guards))
-        outcome, written["recheck"] = answered_again(
-            this,
+        outcome, written["recheck"] = recheck(
             new,
             # A champion that was evaluated just now has answered already.
             before if champion is None or recorded is not None else None,
@@ -177,30 +151,11 @@ def compare_and_decide(
             rules.recheck,
             tracker,
             champion,
+            scratch=this.folder.parent,
         )
         decision = decision_of([*decision.outcomes, outcome])
     (this.folder / "evidence.json").write_text(json.dumps(written, indent=2, sort_keys=True))
-    gain = sets[name].gain
-    interval = [gain.mean, gain.low, gain.high] if gain is not None else None
-    return Comparison(decision, interval, recorded)
-
-
-def answered_again(
-    this: Stage,
-    new: gate.Evaluated,
-    before: pd.DataFrame | None,
-    problems: Mapping[str, pd.DataFrame],
-    rules: RecheckConfig,
-    tracker: Tracker,
-    champion: ModelVersion | None,
-) -> tuple[RuleOutcome, dict[str, object]]:
-    """Let the new model, and that of the rows `before`, answer some of the problems again."""
-    models = [Recorded(this.inputs["policy"], new.rows, flattering=True)]
-    with tempfile.TemporaryDirectory(dir=this.folder.parent) as scratch:
-        if before is not None:
-            baseline = baseline_model(new, tracker, champion, Path(scratch))
-            models.append(Recorded(baseline, before, flattering=False))
-        return recheck(models, problems, rules, new)
+    return decision, recorded
 
 
 def reward_model_promotion(
@@ -225,7 +180,7 @@ def reward_model_promotion(
                 "the artifacts of one run"
             )
         trusted = trusted_keys(settings.lineage)
-        champions.require_unmodified([source.uri], trusted)
+        gate.require_unmodified([source.uri], trusted)
         from engine.preferences import ranked_right  # torch, which no policy's promotion needs
 
         right = ranked_right(model, held_out)
@@ -246,7 +201,8 @@ def reward_model_promotion(
             figures = {rule: measured.get(rule) for rule in ("accuracy", "gain")}
             return {**figures, "held_out_pairs": len(held_out)}
 
-        return decide(this, run, source, config, {"pairs_uri": pairs_parent.uri}, judge, facts)
+        tags = {"pairs_uri": pairs_parent.uri}
+        return decide(this, run, source, config, tags, judge, facts, trusted)
 
 
 def decide(
@@ -257,6 +213,7 @@ def decide(
     tags: Mapping[str, object],
     judge: Callable[[Tracker, ModelVersion | None], Decision],
     facts: Callable[[Decision], Mapping[str, object]],
+    trusted: Collection[str] | None,
     approved_by: str = "",
 ) -> Artifact:
     """Register a model, move the alias where `judge` says so, and publish `decision.json`.
@@ -265,6 +222,7 @@ def decide(
     is unknown or deleted (a lost attempt), to the pipeline's run, which every retry shares.
 
     source: the model, a parent of the stage. facts: what its kind's decision holds besides.
+    trusted: the public keys by which MLflow's copy must be signed; None: it need not be.
     """
     tracker = Tracker(experiment=run.experiment)
     model, name = this.inputs[source.name], config.model_name
@@ -273,7 +231,7 @@ def decide(
     tags = {"artifact_uri": source.uri, **tags, **origin}
     number = tracker.register_model(model, name, owner, tags)
     version = tracker.model_version(f"models:/{name}/{number}")
-    champions.require_intact_copy(tracker, version)
+    champions.require_intact_copy(tracker, version, trusted)
     registered = Champions(tracker, name, config.alias)
     if isinstance(config, PromoteConfig):
         registered.record_approval_rule(config.approval)

@@ -36,27 +36,28 @@ def reward_audit(run: RunContext, settings: RewardAuditSettings, dataset: Artifa
         frames = [pd.read_parquet(folder / "train.parquet"), *read_problems(folder).values()]
         # Of each source as many rows of training as of each test set, the first ones.
         heads = [frame.groupby("data_source", sort=False).head(audits.ROWS) for frame in frames]
-        table = [row for frame in heads for row in frame.to_dict("records")]
+        table = [row for head in heads for row in head.to_dict("records")]
         rows = audits.reward_rows([{str(k): v for k, v in row.items()} for row in table])
-        found: dict[str, audits.RewardAudit] = {}
+        by_scorer: dict[str, audits.RewardAudit] = {}
         for name, config in settings.rewards.items():
-            code = settings.code[name]
-            audit = audits.audit_scorer(config, rows, plugins=settings.plugins, code=code)
-            found[name] = audit
+            audit = audits.audit_scorer(
+                config, rows, plugins=settings.plugins, code=settings.code[name]
+            )
+            by_scorer[name] = audit
             say(f"{KIND}: {name}: {audit.sentence()}")
             facts = {f"{c.name} {c.source}": f"{c.severity}: {c.found}" for c in audit.checks}
             show_facts(f"Reward audit ({name})", {"outcome": audit.sentence(), **facts})
             this.tracked.set_tags({f"reward_audit.{name}": audit.sentence()})
-        (this.folder / FILE).write_text(audits.to_json(found))
-        failed = {name: audit.sentence() for name, audit in found.items() if not audit.passed}
+        (this.folder / FILE).write_text(audits.to_json(by_scorer))
+        failed = [f"{n}: {a.sentence()}" for n, a in by_scorer.items() if not a.passed]
         if failed and settings.required:
             host().publish_pages()
-            sentences = "; ".join(f"{name}: {sentence}" for name, sentence in failed.items())
             raise RewardError(
-                f"the reward audit found holes ({sentences}), and promote.require_reward_audit is "
-                "set; correct the scorer (python -m engine.reward_audit shows examples)"
+                f"the reward audit found holes ({'; '.join(failed)}), and "
+                "promote.require_reward_audit is set; correct the scorer (python -m "
+                "engine.reward_audit shows examples)"
             )
-        holes = sum(len(audit.names("hole")) for audit in found.values())
+        holes = sum(len(audit.names("hole")) for audit in by_scorer.values())
         return this.publish({"passed": float(not failed), "holes": float(holes)})
 
 

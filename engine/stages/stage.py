@@ -28,14 +28,14 @@ from typing import TYPE_CHECKING
 from engine.config import PipelineConfig, digest
 from engine.config.rl import RECORDS
 from engine.console import display_path, human_time, say
-from engine.errors import EngineError, PreemptedError, StorageError, TrackingError
+from engine.errors import EngineError, PreemptedError, TrackingError
 from engine.redaction import redact
 from engine.stages.profiles import Profile
 from engine.stages.settings import RunContext
 from engine.storage import artifacts
 from engine.storage.artifacts import Draft, Parent
 from engine.storage.digests import hash_file, sources_digest
-from engine.storage.filesystem import home
+from engine.storage.filesystem import home, writing
 
 if TYPE_CHECKING:
     from engine.tracking import Tracker
@@ -135,18 +135,22 @@ def execution_tags(execution: str) -> dict[str, str]:
 def run_folder(run: RunContext, name: str = "") -> Path:
     """Return where a run leaves what is no artifact: summary, pages, and files of metrics."""
     folder = home() / "runs" / run.run_id / name
-    try:
+    with writing(folder, "free space or set HYBRIDFLYTE_HOME"):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StorageError(
-            f"can't make {folder}: {error.strerror or error}; free space or set HYBRIDFLYTE_HOME"
-        ) from error
     return folder
 
 
 def show_facts(tab: str, facts: Mapping[str, object]) -> None:
     """Show a tab with a table of two columns; numbers with four digits, no credentials."""
-    host().show(tab, facts_html(facts))
+
+    def text(value: object) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else redact(str(value))
+
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(text(value))}</td></tr>"
+        for name, value in facts.items()
+    )
+    host().show(tab, f'<table cellpadding="4">{rows}</table>')
 
 
 def show_run(
@@ -163,19 +167,6 @@ def show_run(
         "layout": config.rl.actor.parallel.model_dump_json(exclude_defaults=True),
     }
     show_facts("Run", facts | more)
-
-
-def facts_html(facts: Mapping[str, object]) -> str:
-    """Return a table of two columns, as HTML that shows texts as they are."""
-
-    def text(value: object) -> str:
-        return f"{value:.4g}" if isinstance(value, float) else redact(str(value))
-
-    rows = "".join(
-        f"<tr><td>{html.escape(name)}</td><td>{html.escape(text(value))}</td></tr>"
-        for name, value in facts.items()
-    )
-    return f'<table cellpadding="4">{rows}</table>'
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,11 +361,13 @@ def record_failure(
     cached results stay, so that the next run resumes.
 
     An `execution` on a cluster is recorded even where it failed before its run was opened; without
-    one there is something to record only for a `run`. A failure to record is printed, not raised:
-    that would hide the cause.
+    one there is something to record only for a `run`, and for a dry run never. A failure to record
+    is printed, not raised: that would hide the cause.
     """
     from engine.tracking import Tracker
 
+    if is_dry_run():
+        return
     try:
         tracker = Tracker(experiment=config.tracking.experiment)
         if execution:

@@ -261,7 +261,7 @@ def read_examples(data: Path, split: str, tokenizer: PreTrainedTokenizerBase) ->
     for row, (prompt, response) in enumerate(zip(frame["prompt"], frame["response"], strict=True)):
         with refusals(tokenizer, f"sft_{split}, row {row}"):
             answer = {"role": "assistant", "content": response}
-            examples.append(SFTExample(*encode_turn(tokenizer, prompt, answer)))
+            examples.append(encode_turn(tokenizer, prompt, answer))
     return examples
 
 

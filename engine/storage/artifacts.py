@@ -44,7 +44,7 @@ class _Frozen(BaseModel):
 
 
 class Parent(_Frozen):
-    """What an artifact was made from."""
+    """One input of an artifact."""
 
     name: str = Field(min_length=1, description="Its role, e.g. `warm_start`")
     # Both are parts of the path at which it is looked for.
@@ -55,7 +55,7 @@ class Parent(_Frozen):
 
 
 class Draft(_Frozen):
-    """What a stage says of its artifact; `write_manifest` adds the rest."""
+    """The part of a manifest that a stage knows; `write_manifest` adds the rest."""
 
     kind: str = Field(pattern=NAME, description="e.g. dataset, sft, rl, evaluation")
     parents: tuple[Parent, ...] = ()
@@ -471,7 +471,7 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _unwritable(error: Exception, path: Path) -> StorageError:
-    """What a failed write raises: a sentence with the path and the way out."""
+    """Return the error of a failed write: a sentence with the path and the way out."""
     where = getattr(error, "filename", None) or path
     what = getattr(error, "strerror", None) or str(error) or type(error).__name__
     if _says_disk_full(error):
@@ -498,7 +498,6 @@ def _owner() -> str:
 
 
 def _remove_stale(root: Path) -> None:
-    """Remove staging folders whose process, on this host, is no longer alive."""
     host = _owner().rsplit("-", 1)[0]
     for folder in root.glob("*-*-*-*") if root.is_dir() else ():
         _, owner_host, pid, _ = folder.name.rsplit("-", 3)

@@ -7,6 +7,7 @@ retries: s3fs's and botocore's own retries are off, because they multiply. Writi
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import random
@@ -21,6 +22,7 @@ from typing import Any, TypedDict, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import known_implementations
 
 from engine.errors import ConfigError, EngineError, ModelError, StorageError
 
@@ -39,6 +41,21 @@ def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def writing(path: Path, way_out: str) -> Iterator[None]:
+    """Turn the block's OSError into a StorageError that names `path` and ends in the way out."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"can't write {path}: {error.strerror or error}; {way_out}") from error
+
+
+def write_text(path: Path, text: str, way_out: str) -> None:
+    """Write a text whole or not at all; StorageError, which ends in the way out, if that fails."""
+    with writing(path, way_out):
+        write_atomically(path, [text.encode()])
 
 
 def fsync_tree(folder: Path) -> None:
@@ -136,7 +153,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_hub_id(path: str | Path) -> bool:
-    """Whether a value looks like a model on the hub and not like a folder."""
+    """Tell whether a value looks like a model on the hub and not like a folder."""
     name, _, _ = str(path).partition("@")
     looks = name.count("/") == 1 and not name.startswith((".", "/", "~")) and " " not in name
     return looks and not Path(path).exists()
@@ -196,6 +213,25 @@ def pin_revision(path: str, setting: str = "model.path") -> str:
     return f"{name}@{Path(file).parent.name}"
 
 
+def hub_folder(hub_id: str, setting: str = "model.path") -> Path:
+    """Fetch a model into the hub's cache; return its folder there, or raise ModelError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HTTPError
+
+    name, revision = split_revision(hub_id)
+    files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
+    try:
+        folder = snapshot_download(
+            name, revision=revision, allow_patterns=files, etag_timeout=SECONDS
+        )
+    except (OSError, ValueError, HTTPError) as error:
+        raise ModelError(
+            f"{setting}={hub_id!r} is no folder here and can't be downloaded from the hub "
+            f"({loading_error(error)}); check the name and the network, or give a folder"
+        ) from error
+    return Path(folder)
+
+
 def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None:
     """Raise ModelError for a model whose folder brings Python code of its own (`auto_map`)."""
     from huggingface_hub import hf_hub_download
@@ -229,6 +265,7 @@ def loading_error(error: Exception) -> str:
 T = TypeVar("T")
 
 S3_SCHEMES = ("s3://", "s3a://")
+OTHER_CLOUDS = ("abfs", "abfss", "az", "gcs", "gs")
 ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FLYTE_AWS_ENDPOINT")  # the first wins
 CHECK_S3 = (
     "check the address, the endpoint (AWS_ENDPOINT_URL) and the credentials (AWS_ACCESS_KEY_ID, "
@@ -272,7 +309,7 @@ def s3_credentials() -> dict[str, object]:
 
 
 class Entry(TypedDict, total=False):
-    """What fsspec's drivers say of a file or folder."""
+    """The description of a file or folder by fsspec's drivers."""
 
     name: str  # the file system's path
     size: int | None  # bytes
@@ -290,20 +327,24 @@ class Files:
         text = os.fspath(uri)
         text = text if "://" in text else str(Path(text).expanduser().absolute())
         self.is_s3 = text.startswith(S3_SCHEMES)
-        if self.is_s3:
+        scheme = text.partition("://")[0]
+        if scheme in OTHER_CLOUDS or self.is_s3:
             # fsspec's registry may name another driver: Flyte 2 puts obstore's there.
-            from s3fs import S3FileSystem
-
-            config = {
-                "connect_timeout": timeouts.connect,
-                "read_timeout": timeouts.read,
-                "retries": {"mode": "standard", "total_max_attempts": 1},
-            }
-            self.fs = S3FileSystem(**s3_credentials(), config_kwargs=config)
-            path = self.fs._strip_protocol(text)
-            self.fs.retries = 1
+            module, _, name = known_implementations[scheme]["class"].rpartition(".")
+            driver = getattr(importlib.import_module(module), name)
+            options = driver._get_kwargs_from_urls(text)
+            if self.is_s3:
+                config = {
+                    "connect_timeout": timeouts.connect,
+                    "read_timeout": timeouts.read,
+                    "retries": {"mode": "standard", "total_max_attempts": 1},
+                }
+                options = {**s3_credentials(), "config_kwargs": config}
+            self.fs, path = driver(**options), driver._strip_protocol(text)
         else:
             self.fs, path = fsspec.core.url_to_fs(text)
+        if self.is_s3:
+            self.fs.retries = 1
         self.uri, self.path = text.rstrip("/"), str(path).rstrip("/")
         self.is_local = isinstance(self.fs, LocalFileSystem)
         self.timeouts = timeouts

@@ -106,7 +106,7 @@ class Folder:
         return True
 
     def remove_file(self, name: str) -> None:
-        """Delete one file; one that isn't there is as good."""
+        """Delete one file, if it is there."""
         files = self.files
         with self._writing(name), contextlib.suppress(FileNotFoundError):
             files.request(lambda: files.fs.rm_file(files.path_of(name)))

@@ -101,7 +101,7 @@ def _checked(row: object, where: str, deep: bool, lone: bool) -> Row:
 
 
 def _is_too_deep(value: Any) -> bool:
-    """Whether lists and objects lie in each other more than `DEEPEST` levels; doesn't recurse."""
+    """Tell whether lists and objects lie more than `DEEPEST` levels in each other."""
     level = [value]
     for _ in range(DEEPEST):
         level = [v for v in level if isinstance(v, list | dict)]
@@ -112,7 +112,7 @@ def _is_too_deep(value: Any) -> bool:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text has no half of a surrogate pair, which UTF-8 can't hold."""
+    """Tell whether a text has no half of a surrogate pair, which UTF-8 can't hold."""
     try:
         text.encode()
     except UnicodeEncodeError:

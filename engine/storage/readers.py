@@ -83,9 +83,8 @@ def parquet_rows(file: BinaryIO, name: str) -> Iterator[json_rows.Numbered]:
                     yield before + at + 1, _row_of(batch, at, f"{name}, row {before + at + 1}")
             before += len(batch)
     except _UNREADABLE as error:
-        raise DataError(
-            f"{name} is not a readable Parquet file ({_first_line(error)}); write it again"
-        ) from None
+        reason = f"not a readable Parquet file ({filesystem.error_text(error)})"
+        raise DataError(f"{name} is {reason}; write it again") from None
 
 
 def _row_of(batch: pa.RecordBatch, at: int, where: str) -> json_rows.Row | DataError:
@@ -93,11 +92,7 @@ def _row_of(batch: pa.RecordBatch, at: int, where: str) -> json_rows.Row | DataE
         row: json_rows.Row = batch.slice(at, 1).to_pylist()[0]
         return row
     except _UNREADABLE as error:
-        return DataError(f"{where}: can't be read ({_first_line(error)}); write it again")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        return DataError(f"{where}: can't be read ({filesystem.error_text(error)}); write it again")
 
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -137,7 +132,7 @@ def file_format(name: str) -> str:
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a file's name says that it holds rows."""
+    """Tell whether a file's name says that it holds rows."""
     try:
         return not name.rpartition("/")[2].startswith((".", "_")) and bool(file_format(name))
     except DataError:

@@ -26,6 +26,7 @@ from engine.console import Progress
 from engine.errors import StorageError
 from engine.storage import filesystem
 from engine.storage.digests import FileEntry, hash_file, require_inside
+from engine.worker_process import on_daemon_thread
 
 log = logging.getLogger(__name__)
 
@@ -185,7 +186,7 @@ class Uploader:
     ) -> None:
         """Write an object of these bytes, whole or not at all; `size` and `sha256` where known.
 
-        Raises StorageError when S3 refuses to the end; the parts are deleted on any error.
+        Raises StorageError when S3 refuses all attempts; the parts are deleted on any error.
         """
         length = part_size(size or 0)
         parts = self._parts(chunks, length)
@@ -211,7 +212,7 @@ class Uploader:
         sending: list[Future[Any]] = []
         try:
             for number, part in enumerate(chain([first], others), start=1):
-                sending.append(_in_daemon(self._send, send, name, upload, number, part))
+                sending.append(on_daemon_thread(self._send, send, name, upload, number, part))
                 for ended in filter(Future.done, sending):
                     ended.result()
             completed = [future.result() for future in sending]  # their requests have deadlines
@@ -248,22 +249,8 @@ class Uploader:
             yield part
 
 
-def _in_daemon(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Begin a call in a daemon thread, for which no exiting process waits."""
-    answer: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(call(*arguments))
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return answer
-
-
 def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytearray]:
-    """The same bytes in parts of `length`; only the last is shorter, and none is empty."""
+    """Yield the same bytes in parts of `length`; only the last is shorter, and none is empty."""
     part = bytearray()
     for chunk in chunks:
         view = memoryview(chunk).cast("B")
@@ -281,8 +268,8 @@ def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytear
 def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = "upload") -> int:
     """Send the files of `folder` to `uri` that are not there yet; return their size in bytes.
 
-    A file appears there whole or not at all. Raises StorageError when S3 refuses to the end, or a
-    file is not as `files` says.
+    A file appears there whole or not at all. Raises StorageError when S3 refuses all attempts, or
+    a file is not as `files` says.
     """
     objects = Objects(uri)
     require_inside(files, uri, StorageError)

@@ -8,13 +8,15 @@ with one. Public keys are 64 hex digits; those that count are in `$HYBRIDFLYTE_P
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine.errors import ConfigError, StorageError
+from engine.errors import ConfigError
+from engine.storage.filesystem import writing
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -99,13 +101,9 @@ def new_key(path: Path) -> str:
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    try:
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(pem)
-    except OSError as error:
-        raise StorageError(
-            f"can't write {path}: {error.strerror or error}; name a file that is not there"
-        ) from error
+    flags, way_out = os.O_WRONLY | os.O_CREAT | os.O_EXCL, "name a file that is not there"
+    with writing(path, way_out), open(os.open(path, flags, 0o600), "wb") as file:
+        file.write(pem)
     return public_key(key)
 
 
@@ -117,7 +115,7 @@ def trusted_keys(configured: Iterable[str] = ()) -> frozenset[str]:
     named = os.environ.get(KEYS_VARIABLE, "").replace(",", " ").split()
     keys = frozenset(key.lower() for key in (*configured, *named))
     for key in keys:
-        if len(key) != 64 or set(key) - set("0123456789abcdef"):
+        if not re.fullmatch(PUBLIC_KEY, key):
             raise ConfigError(
                 f"{key!r} in lineage.public_keys or {KEYS_VARIABLE} is no public key; give the 64 "
                 "hex digits that python -m engine.lineage keygen prints"

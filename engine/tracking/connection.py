@@ -7,15 +7,16 @@ import functools
 import json
 import os
 import re
-import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.console import SILENCE
 from engine.errors import TrackingError
 from engine.redaction import redact_values, without_credentials
+from engine.storage.filesystem import error_text
+from engine.worker_process import on_daemon_thread
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -83,12 +84,7 @@ DEFAULTS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "60",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
     "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-    "MLFLOW_LOGGING_LEVEL": "ERROR",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
-    "GIT_PYTHON_REFRESH": "quiet",
-}
+} | {name: value for name, value in SILENCE.items() if name.startswith(("MLFLOW_", "GIT_"))}
 CAUSES = {
     r"Connection refused": "connection refused",
     r"Name or service not known|Failed to resolve|NameResolutionError|nodename nor servname": (
@@ -176,14 +172,7 @@ class Connection:
     def check(self, timeout_s: float = 5.0) -> None:
         """Raise TrackingError within about `timeout_s` seconds when the store does not answer."""
         if self.database is None:  # a local one needs no deadline; its migration may take its time
-            client, answer = self.client, Future[object]()
-
-            def ask() -> None:
-                try:
-                    answer.set_result(client.search_experiments(max_results=1))
-                except BaseException as error:
-                    answer.set_exception(error)
-
+            search = self.client.search_experiments
             limits = {  # without retries
                 "MLFLOW_HTTP_REQUEST_TIMEOUT": str(max(1, int(timeout_s))),
                 "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
@@ -192,8 +181,8 @@ class Connection:
             os.environ.update(limits)
             try:
                 with self.translated("reach the server"):
-                    threading.Thread(target=ask, name="mlflow-check", daemon=True).start()
-                    answer.result(timeout_s + 0.5)  # TimeoutError, whatever the call hangs on
+                    # TimeoutError, whatever the call hangs on
+                    on_daemon_thread(search, max_results=1).result(timeout_s + 0.5)
             finally:
                 os.environ.update(before)
         _ = self.experiment_id
@@ -221,8 +210,7 @@ def cause(error: BaseException) -> str:
     for pattern, words in CAUSES.items():
         if re.search(pattern, text):
             return words
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return shorten(first.split(". ")[0].rstrip("."), 200)
+    return shorten(error_text(error).split(". ")[0], 200)
 
 
 def _create_database(path: Path) -> None:

@@ -12,15 +12,15 @@ import importlib.util
 import json
 import logging
 import os
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from engine.errors import ConfigError, PreemptedError, StorageError, TrackingError
+from engine.errors import ConfigError, PreemptedError, TrackingError
 from engine.redaction import redact_values
-from engine.storage.filesystem import write_atomically
+from engine.storage.filesystem import error_text, write_atomically, writing
+from engine.worker_process import on_daemon_thread
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -117,17 +117,12 @@ class MetricsFile:
         """Open the file, with `keep` after the lines in it; StorageError if it can't be written."""
         self.path = path
         self._earlier: dict[int, str] = {}  # lines by step
-        try:
+        with writing(path, "free space, or choose another folder for the run"):
             for line in path.read_text().splitlines() if keep and path.exists() else ():
                 # A killed process may have left a line unfinished.
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     self._earlier[int(json.loads(line)["step"])] = line
             self._rewrite()
-        except OSError as error:
-            raise StorageError(
-                f"can't write {path}: {error.strerror or error}; free space, or choose another "
-                "folder for the run"
-            ) from error
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         if self._earlier:
@@ -190,7 +185,7 @@ class WandbLog:
             )
         except wandb.Error as error:
             raise TrackingError(
-                f"no run can be started at Weights & Biases: {str(error).splitlines()[0]}; set "
+                f"no run can be started at Weights & Biases: {error_text(error)}; set "
                 "WANDB_API_KEY, or WANDB_MODE=offline, or leave the logger wandb out"
             ) from error
         self.folder = Path(self._run.dir).parent  # what `wandb sync` takes
@@ -207,9 +202,8 @@ class WandbLog:
             if offline:
                 wandb.teardown()  # its helper process writes the file's end
 
-        thread = threading.Thread(target=end, daemon=True)
-        thread.start()
-        thread.join(FINISH_SECONDS)
-        if thread.is_alive():
+        try:
+            on_daemon_thread(end).result(FINISH_SECONDS)
+        except TimeoutError:
             warning = "Weights & Biases lacks the last metrics after %g s: run `wandb sync %s`"
             _log.warning(warning, FINISH_SECONDS, self.folder)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import LineageError, StorageError, TrackingError
-from engine.storage.artifacts import Parent, verify
+from engine.storage.artifacts import Parent, differences, parse_manifest
 from engine.storage.digests import MANIFEST, tree_digest
-from engine.storage.filesystem import shared_address
+from engine.storage.filesystem import read_file, shared_address
 from engine.tracking import connection
 from engine.tracking.connection import Connection
 
@@ -83,7 +83,10 @@ class ModelRegistry(Connection):
         folder = Path(folder).absolute()
         if not folder.is_dir():
             raise StorageError(f"model folder {folder} does not exist; give a published artifact")
-        facts = {"artifact_uri": shared_address(folder), **_facts(folder)}
+        content, faults = _facts(folder)
+        for fault in faults:
+            raise LineageError(fault)
+        facts = {"artifact_uri": shared_address(folder), **content}
         # Named by content, so that two models logged to one run keep apart.
         artifact_path = f"{MODELS_FOLDER}/{facts[ARTIFACT_TAG][:16]}"
         with self.translated("register the model"):
@@ -148,19 +151,14 @@ class ModelRegistry(Connection):
         with self.translated("move an alias"):
             self.client.set_registered_model_alias(model_name, alias, version)
 
-    def download_model(
-        self, model_name: str, version_or_alias: str | int, dest: str | Path
-    ) -> Path:
-        """Fetch a version (digits) or alias to `dest`, which must not exist, whole and checked."""
+    def download_model(self, version: ModelVersion, dest: str | Path) -> Path:
+        """Fetch a version's files to `dest`, which must not exist, whole and checked."""
         dest = Path(dest).absolute()
         if dest.exists():
             raise StorageError(f"{dest} is already there; choose another folder for the model")
-        label = str(version_or_alias)
-        sign = "/" if label.isdigit() else "@"
-        version = self.model_version(f"models:/{model_name}{sign}{label}")
         dest.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{dest.name}.", dir=dest.parent) as draft:
-            folder = self.download_files(model_name, version.version, draft)
+            folder = self.download_files(version.name, version.version, draft)
             require_tagged_content(folder, version)
             os.rename(folder, dest)
         return dest
@@ -222,34 +220,41 @@ def tolerated(code: str) -> Iterator[None]:
 
 
 def require_tagged_content(folder: Path, version: ModelVersion) -> None:
-    """Re-hash the files of a version; LineageError unless they are what its tags name.
+    """Re-hash the files of a version; LineageError unless they are what its tags name."""
+    for fault in copy_faults(folder, version):
+        raise LineageError(f"{fault}; restore its files, or choose another version")
 
-    One that was registered elsewhere, without tags, is checked against its manifest, if any.
+
+def copy_faults(copy: str | Path, version: ModelVersion) -> list[str]:
+    """Re-hash a version's files at a path or address; return a sentence for each difference.
+
+    They are held against their manifest, if any, and against the version's tags, if it has some.
     """
     what = f"MLflow's copy of {version.name} version {version.version}"
-    way_out = "restore its files, or choose another version"
     try:
-        facts = _facts(folder)
+        facts, faults = _facts(copy)
     except LineageError as error:
-        raise error.with_message(f"{what} is damaged: {error}; {way_out}") from error
-    if not version.tags.get(ARTIFACT_TAG):
-        return
-    for tag in (ARTIFACT_TAG, MANIFEST_TAG):
+        return [f"{what} is damaged: {error}"]
+    faults = [f"{what} is damaged: {fault}" for fault in faults]
+    for tag in (ARTIFACT_TAG, MANIFEST_TAG) if version.tags.get(ARTIFACT_TAG) else ():
         expected, actual = version.tags.get(tag, ""), facts.get(tag, "")
         if expected != actual:
-            raise LineageError(
+            faults.append(
                 f"{what} is {actual[:12] or 'nothing'} where its tag {tag} says "
-                f"{expected[:12] or 'nothing'}; {way_out}"
+                f"{expected[:12] or 'nothing'}"
             )
+    return faults
 
 
-def _facts(folder: Path) -> dict[str, str]:
-    """Return the tags that name a folder's content; LineageError unless it is as recorded."""
-    if not (folder / MANIFEST).is_file():
-        return {ARTIFACT_TAG: tree_digest(folder)}
-    manifest = verify(folder)
+def _facts(folder: str | Path) -> tuple[dict[str, str], list[str]]:
+    """Return the tags that name a folder's content, and what differs from its manifest."""
+    where = f"{folder}/{MANIFEST}"
+    try:
+        manifest = parse_manifest(read_file(where, LineageError), where)
+    except FileNotFoundError:
+        return {ARTIFACT_TAG: tree_digest(folder)}, []
     digests = {ARTIFACT_TAG: manifest.digest, MANIFEST_TAG: manifest.own_digest}
-    return digests | {"artifact_kind": manifest.kind}
+    return digests | {"artifact_kind": manifest.kind}, differences(folder, manifest)
 
 
 def all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
@@ -276,4 +281,4 @@ def intact_copy(registry: ModelRegistry, version: ModelVersion, scratch: Path) -
     if source.is_absolute() and source.is_dir():
         require_tagged_content(source, version)
         return source
-    return registry.download_model(version.name, version.version, scratch / "model")
+    return registry.download_model(version, scratch / "model")

@@ -80,7 +80,7 @@ class StageRun:
                     del self._pending[: len(batch)]
 
     def _is_known(self, point: Metric) -> bool:
-        """Whether an earlier process has logged this metric at this step."""
+        """Tell whether an earlier process has logged this metric at this step."""
         if not self._reopened:
             return False
         if point.key not in self._last_steps:

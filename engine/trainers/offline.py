@@ -33,6 +33,7 @@ from engine.errors import CheckpointError, ConfigError, DataError
 from engine.models import resolve_dtype, text_config
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel
+from engine.tracking.connection import flatten
 from engine.trainers import resume
 from engine.trainers.layout_checks import check_parallel
 from engine.workers.role import WorkerContext
@@ -109,7 +110,7 @@ MAY_DIFFER = {
 
 def recorded_settings(config: OfflineConfig) -> dict[str, object]:
     """The settings of a section that a checkpoint records, by dotted name, e.g. "sft.packing"."""
-    return resume.flat({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
+    return flatten({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
 
 
 _CHUNK = 1024  # examples of one call to the ranks
@@ -369,7 +370,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     def _settings(self, rows: int) -> dict[str, object]:
         """What a checkpoint records: a resumed run must share it, but for what may change."""
         inputs = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
-        return recorded_settings(self.config) | resume.flat(inputs)
+        return recorded_settings(self.config) | flatten(inputs)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order."""

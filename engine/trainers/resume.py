@@ -23,6 +23,7 @@ from engine.config import RLConfig
 from engine.controller.groups import Roles
 from engine.controller.local_groups import threads_left_behind
 from engine.errors import CheckpointError
+from engine.tracking.connection import flatten
 from engine.trainers.huggingface_export import BackgroundExporter
 from engine.trainers.run_spec import RunSpec
 from engine.workers.role import StatefulWorker
@@ -30,17 +31,6 @@ from engine.workers.role import StatefulWorker
 log = logging.getLogger(__name__)
 
 _MAX_LISTED = 3  # changed settings in an error message
-
-
-def flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Leaves by dotted name, e.g. "rl.rollout.n": 8."""
-    leaves: dict[str, object] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            leaves |= flat(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
 
 
 def changed_settings(
@@ -113,9 +103,11 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
         metric=SCORE,
         restart=settings.on_damaged_checkpoints == "restart",
     )
-    stateful = sorted(r for r in roles if issubclass(roles[r].worker_class, StatefulWorker))
+    stateful = sorted(  # without what stands for a role
+        r for r in roles if roles[r].role == r and issubclass(roles[r].worker_class, StatefulWorker)
+    )
     ordered = dict.fromkeys((*_LOAD_ORDER, *stateful))
-    groups = {role: roles[role] for role in ordered if role in roles}
+    groups = {role: roles[role] for role in ordered if role in stateful}
     exporter = None
     if settings.save_huggingface:
         exporter = BackgroundExporter(store, spec.model_path, settings.step_timeout_s)
@@ -148,7 +140,7 @@ def run_settings(config: RLConfig, max_response_length: int, seed: int) -> dict[
     rl = config.model_dump(mode="json", exclude=_MAY_DIFFER)
     recorded = {"mode": trainer.mode, "train_batch_size": trainer.train_batch_size}
     data = {"max_response_length": max_response_length}
-    return flat({"rl": rl | {"trainer": recorded}, "data": data, "seed": seed})
+    return flatten({"rl": rl | {"trainer": recorded}, "data": data, "seed": seed})
 
 
 Rule = Literal["best", "last"]

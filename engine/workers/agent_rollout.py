@@ -15,11 +15,9 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments
-from engine.agents.agent_player import AgentPlayer, Agents
-from engine.agents.call_parsers import CallParser, parsed_action, resolve_call_parser
-from engine.agents.environment_pool import EnvironmentPool
-from engine.agents.environment_protocol import make_environment
+from engine.agents.agent_loop import Environments, EpisodePlayer, open_pool
+from engine.agents.agent_player import AgentPlayer, AgentPool
+from engine.agents.call_parsers import parsed_action, resolve_call_parser
 from engine.agents.episode import (
     Episode,
     EpisodeLimits,
@@ -39,7 +37,7 @@ from engine.data.templates import tool_tokens
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import EngineError, RolloutError
 from engine.models import text_config
-from engine.rollout.protocol import SamplingParams
+from engine.rollout.protocol import RolloutEngine, SamplingParams
 from engine.rollout.stream import (
     RolloutStream,
     open_stream,
@@ -51,7 +49,7 @@ from engine.workers.role import Dispatch, WorkerContext, dispatch
 from engine.workers.rollout_worker import Decoding, Groups, RolloutWorker, StreamRolloutWorker
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 log = logging.getLogger(__name__)
@@ -161,7 +159,6 @@ class EpisodeGroups(Groups):
         super().__init__(stream, n, pad_token_id)
         self._player, self._new, self._branches = player, new_episode, branches
         self._episodes: dict[int, list[Episode]] = {}  # by key, then index
-        self._left: dict[int, int] = {}  # episodes that have not ended
         self._retained: dict[int, list[Episode]] | None = {} if retain else None
         self._trees: dict[int, EpisodeTree] = {}  # by id of the episode: the latest of those saved
 
@@ -178,14 +175,15 @@ class EpisodeGroups(Groups):
                     f"group {key} was saved with completions of one turn; resume with "
                     "rollout.multi_turn.enable=false, or begin again"
                 )
-            trees = saved.by_index() if saved is not None else {}
+            trees = {tree["index"]: tree for tree in saved.episodes} if saved is not None else {}
             columns = {name: column[0] for name, column in prompt.columns.items()}
             ids = list(columns.pop("prompt_ids"))
             episodes = [self._new(key, index, ids) for index in range(self._n)]
             self._prompts[key], self._episodes[key] = prompt, episodes
-            self._left[key] = self._n
             for episode in episodes:
-                self._player.add(episode, dict(columns), trees.get(episode.index))
+                if (tree := trees.get(episode.index)) is not None:
+                    self._trees[id(episode)] = tree  # until it is saved again
+                self._player.add(episode, dict(columns), tree)
 
     def partial_groups(self, seconds: float = _REPORT_STATES_S) -> dict[int, PartialEpisodes]:
         """Copies of unfinished groups, by key; older ones where an environment is too slow."""
@@ -201,8 +199,8 @@ class EpisodeGroups(Groups):
     def step(self) -> list[Batch]:
         groups = []
         for episode in self._player.step(_WAIT_S):
-            self._left[episode.key] -= 1
-            if not self._left[episode.key]:
+            episodes = self._episodes.get(episode.key, ())  # none where another ended with it
+            if episodes and all(e.end is not None for e in episodes):
                 groups.append(self._batch(episode.key))
         return groups
 
@@ -211,7 +209,6 @@ class EpisodeGroups(Groups):
         super().close()
 
     def _batch(self, key: int) -> Batch:
-        del self._left[key]
         episodes = self._episodes.pop(key)
         if self._retained is not None:
             self._retained[key] = episodes
@@ -232,72 +229,93 @@ _STATES_S = 0.2  # of a rollout, for environments to give their states
 
 def open_environments(agent: AgentConfig, plugins: tuple[str, ...]) -> Environments:
     """What plays episodes: environments, or the agent that is named."""
-    processes, play = agent.num_workers, agent.play
+    processes, play, environment = agent.num_workers, agent.play, agent.environment
+    limit = agent.call_timeout_s
     if play.name:
-        return Agents(
-            play.name,
-            play.options,
-            processes=processes,
-            timeout_s=agent.timeout_s,
-            blocking_s=agent.call_timeout_s,
+        return AgentPool(play.name, play.options, processes, agent.timeout_s, blocking_s=limit)
+    return open_pool(environment.name, environment.options, processes, limit, plugins=plugins)
+
+
+class EpisodeFactory:
+    """Opens, as the settings say, what plays a model's episodes; makes episodes and their players.
+
+    The worker whose episodes they are closes `environments`.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        max_model_len: int,
+        multi_turn: MultiTurnConfig,
+        agent: AgentConfig,
+        *,
+        plugins: tuple[str, ...] = (),
+        template_variables: Mapping[str, object] | None = None,
+    ) -> None:
+        """`max_model_len` is that of episodes whose prompts show no tools."""
+        self._multi_turn, self._agent = multi_turn, agent
+        self.environments = open_environments(agent, plugins)
+        try:
+            tokenizer = load_tokenizer(model_path)
+            self._tokenizer = with_template_variables(tokenizer, template_variables or {})
+            shown = tool_tokens(self._tokenizer, self.environments.tools)
+            context = getattr(text_config(model_path), "max_position_embeddings", None)
+        except BaseException:
+            self.environments.close()
+            raise
+        limit = max_model_len + shown if context is None else int(context)
+        self.max_model_len = max(max_model_len, min(max_model_len + shown, limit))
+
+    def episode_tokenizer(self, stop_ids: Sequence[int]) -> EpisodeTokenizer:
+        """What makes episodes tokens and reads turns, with calls where there may be tools."""
+        history, tools = self._multi_turn.history, self.environments.tools
+        if not tools and not self._agent.play.name:
+            return EpisodeTokenizer(self._tokenizer, stop_ids, plain_action, history)
+
+        def reader_of(tools: Sequence[Mapping[str, object]]) -> ReadAction:
+            parser = resolve_call_parser(self._multi_turn.format, self._tokenizer, tools)
+            return partial(parsed_action, parser)
+
+        read = reader_of(tools)
+        return EpisodeTokenizer(self._tokenizer, stop_ids, read, history, reader_of)
+
+    def limits(self, max_response_length: int) -> EpisodeLimits:
+        """What an episode may use, `max_response_length` in tokens."""
+        return EpisodeLimits(
+            max_response_length=max_response_length,
+            max_model_len=self.max_model_len,
+            max_turn_length=self._multi_turn.max_turn_length,
+            max_turns=self._multi_turn.max_assistant_turns,
+            seconds=self._agent.timeout_s,
+            turn_seconds=self._agent.turn_timeout_s,
+            drop=self._agent.on_limit == "drop",
         )
-    name, options, limit = agent.environment.name, agent.environment.options, agent.call_timeout_s
-    if not processes:
-        return LocalEnvironments(partial(make_environment, name, options), timeout_s=limit)
-    return EnvironmentPool(name, options, plugins=plugins, processes=processes, timeout_s=limit)
 
-
-def open_player(
-    stream: RolloutStream,
-    environments: Environments,
-    agent: AgentConfig,
-    concurrency: int,
-    failure_reward: float | None = None,
-) -> EpisodePlayer:
-    """The player of `open_environments`' episodes; `concurrency` is what no setting says."""
-    is_agent = isinstance(environments, Agents)
-    player = AgentPlayer if is_agent else EpisodePlayer
-    return player(
-        stream,
-        environments,  # type: ignore[arg-type]
-        concurrency=agent.concurrency or concurrency,
-        call_seconds=agent.timeout_s if is_agent else agent.call_timeout_s,
-        failure_reward=failure_reward,
-    )
-
-
-def episode_tokenizer(
-    tokenizer: PreTrainedTokenizerBase,
-    stop_ids: Sequence[int],
-    environments: Environments,
-    multi_turn: MultiTurnConfig,
-) -> tuple[EpisodeTokenizer, CallParser | None]:
-    """What makes episodes tokens and reads turns; the parser of calls, where there are tools."""
-    history = multi_turn.history
-    if not environments.tools and not isinstance(environments, Agents):
-        return EpisodeTokenizer(tokenizer, stop_ids, plain_action, history), None
-
-    def parser_of(tools: Sequence[Mapping[str, object]]) -> CallParser:
-        return resolve_call_parser(multi_turn.format, tokenizer, tools)
-
-    def reader_of(tools: Sequence[Mapping[str, object]]) -> ReadAction:
-        return partial(parsed_action, parser_of(tools))
-
-    parser = parser_of(environments.tools)
-    read = partial(parsed_action, parser)
-    return EpisodeTokenizer(tokenizer, stop_ids, read, history, reader_of), parser
-
-
-def length_with_tools(
-    model_path: str,
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Sequence[Mapping[str, object]],
-    max_model_len: int,
-) -> int:
-    """`max_model_len` with the tokens of tools that prompts show, as far as the context goes."""
-    length = max_model_len + tool_tokens(tokenizer, tools)
-    context = getattr(text_config(model_path), "max_position_embeddings", None)
-    return length if context is None else max(max_model_len, min(length, int(context)))
+    def player(
+        self,
+        engine: RolloutEngine,
+        params: SamplingParams,
+        max_num_seqs: int,
+        failure_reward: float | None = None,
+        **stream_options: str,
+    ) -> tuple[RolloutStream, EpisodePlayer]:
+        """A stream of turns, of which `params.n` isn't read, and who plays on it."""
+        stream = open_stream(
+            engine,
+            replace(params, n=1),
+            max_num_seqs=max_num_seqs,
+            longest_prompt=self.max_model_len - 1,
+            keep_prefixes=True,
+            **stream_options,
+        )
+        is_agent = isinstance(self.environments, AgentPool)
+        player: type[EpisodePlayer] = AgentPlayer if is_agent else EpisodePlayer
+        return stream, player(
+            stream,
+            self.environments,
+            concurrency=self._agent.concurrency or max_num_seqs,
+            failure_reward=failure_reward,
+        )
 
 
 class AgentRolloutWorker(RolloutWorker):
@@ -315,29 +333,23 @@ class AgentRolloutWorker(RolloutWorker):
         **options: Any,
     ) -> None:
         """`max_model_len` is that of episodes whose prompts show no tools."""
-        turns, agent = config.multi_turn, config.agent
-        self.environments = open_environments(agent, plugins)
-        try:
-            variables = template_variables or {}
-            tokenizer = with_template_variables(load_tokenizer(model_path), variables)
-            tools = self.environments.tools
-            longest = length_with_tools(model_path, tokenizer, tools, max_model_len)
-            options |= {"model_path": model_path, "config": config, "max_model_len": longest}
-            super().__init__(context, **options)
-        except BaseException:
-            self.environments.close()
-            raise
-        self.limits = EpisodeLimits(
-            max_response_length=self.max_response_length,
-            max_model_len=self.max_model_len,
-            max_turn_length=turns.max_turn_length,
-            max_turns=turns.max_assistant_turns,
-            seconds=agent.timeout_s,
-            turn_seconds=agent.turn_timeout_s,
-            drop=agent.on_limit == "drop",
+        self._factory = EpisodeFactory(
+            model_path,
+            max_model_len,
+            config.multi_turn,
+            config.agent,
+            plugins=plugins,
+            template_variables=template_variables,
         )
+        options |= {"model_path": model_path, "config": config}
+        try:
+            super().__init__(context, max_model_len=self._factory.max_model_len, **options)
+        except BaseException:
+            self._factory.environments.close()
+            raise
+        self.limits = self._factory.limits(self.max_response_length)
         self._saved: SavedRollout | None = None
-        self.episodes, _ = episode_tokenizer(tokenizer, self.stop, self.environments, turns)
+        self.episodes = self._factory.episode_tokenizer(self.stop)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save_episodes(self, folder: str, settings: str, before: str = "") -> None:
@@ -347,7 +359,7 @@ class AgentRolloutWorker(RolloutWorker):
 
     def _sample(self, prompts: Batch, how: Decoding) -> Batch:
         n, saved = how.n, self._saved if how.draws == "training" else None
-        params, keys = self._params(replace(how, n=1)), prompts["group_ids"].tolist()
+        params, keys = self._params(how), prompts["group_ids"].tolist()
         groups = self._open_groups(params, n, retain=saved is not None)
         done: dict[int, Batch] = {}
         identity, begun = "", prompts
@@ -368,26 +380,17 @@ class AgentRolloutWorker(RolloutWorker):
             saved.end()
         return Batch.concat([done[key] for key in keys])
 
-    def _open_stream(self) -> EpisodeGroups:
-        return self._open_groups(self._params(replace(self._of_training(), n=1)), self.config.n)
-
     def _open_groups(self, params: SamplingParams, n: int, retain: bool = False) -> EpisodeGroups:
-        agent = self.config.agent
-        stream = open_stream(
-            self.policy.engine,
-            params,
-            max_num_seqs=self.config.max_num_seqs,
-            longest_prompt=self.max_model_len - 1,
-            keep_prefixes=True,
-        )
+        agent, places = self.config.agent, self.config.max_num_seqs
         failure_reward = agent.error_reward if agent.on_error == "score" else None
-        places = self.config.max_num_seqs
-        player = open_player(stream, self.environments, agent, places, failure_reward)
+        stream, player = self._factory.player(
+            self.policy.engine, params, places, failure_reward, **self.config.stream_options
+        )
 
         def new_episode(key: int, index: int, prompt_ids: list[int]) -> Episode:
             return Episode(key, 0, index, self.episodes, self.limits, prompt_ids)
 
-        return EpisodeGroups(
+        groups = EpisodeGroups(
             stream,
             player,
             new_episode,
@@ -396,9 +399,11 @@ class AgentRolloutWorker(RolloutWorker):
             branches=self.config.multi_turn.history == "branches" or bool(agent.play.name),
             retain=retain,
         )
+        groups.resumable = self._factory.environments.resumable
+        return groups
 
     def close(self) -> None:
-        self.environments.close()
+        self._factory.environments.close()
         super().close()
 
 

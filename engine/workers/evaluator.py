@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.agents.episode import Episode, EpisodeLimits, summarize
+from engine.agents.episode import Episode, summarize
 from engine.batch import Batch
 from engine.config import AgentConfig, MultiTurnConfig, ParallelConfig, RolloutConfig
 from engine.data.templates import stop_token_ids
@@ -19,16 +19,10 @@ from engine.models import load_model, open_model
 from engine.parallel.layout import Layout
 from engine.registry import import_plugins
 from engine.rollout import protocol
-from engine.rollout.stream import open_stream
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import rollout_weights, vllm_weights
 from engine.runtime.sharded_model import init_mesh, process_device
-from engine.workers.agent_rollout import (
-    episode_tokenizer,
-    length_with_tools,
-    open_environments,
-    open_player,
-)
+from engine.workers.agent_rollout import EpisodeFactory
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
 
 _MAX_NUM_SEQS = 512  # completions, or turns of episodes, that are decoded at once
@@ -115,19 +109,15 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         **options: Any,
     ) -> None:
         import_plugins(plugins)
-        self.environments = open_environments(agent, plugins)
-        tools = self.environments.tools
+        factory = EpisodeFactory(model_path, max_model_len, multi_turn, agent, plugins=plugins)
+        options |= {"model_path": model_path, "max_model_len": factory.max_model_len}
         try:
-            self.tokenizer = load_tokenizer(model_path)
-            longest = length_with_tools(model_path, self.tokenizer, tools, max_model_len)
-            super().__init__(context, model_path=model_path, max_model_len=longest, **options)
+            super().__init__(context, **options)
         except BaseException:
-            self.environments.close()
+            factory.environments.close()
             raise
-        self._multi_turn, self._agent, self.max_model_len = multi_turn, agent, longest
-        self._episodes, self._parser = episode_tokenizer(
-            self.tokenizer, self._stop, self.environments, multi_turn
-        )
+        self._factory = factory
+        self._episodes = factory.episode_tokenizer(self._stop)
 
     @dispatch(Dispatch.DATA_PARALLEL, pad=True)
     def answer(
@@ -144,21 +134,15 @@ class EpisodeEvaluationWorker(EvaluationWorker):
         columns = {name: c for name, c in prompts.columns.items() if name != "prompt_ids"}
         rows = [{name: c[row] for name, c in columns.items()} for row in range(len(prompts))]
         episodes = list(self._new_episodes(prompts, params))
-        stream = open_stream(
-            self.engine,
-            replace(params, n=1, stop_token_ids=self._stop),
-            max_num_seqs=_MAX_NUM_SEQS,
-            longest_prompt=self.max_model_len - 1,
-            keep_prefixes=True,
-        )
-        player = open_player(stream, self.environments, self._agent, _MAX_NUM_SEQS)
+        params = replace(params, stop_token_ids=self._stop)
+        stream, player = self._factory.player(self.engine, params, _MAX_NUM_SEQS)
         try:
             player.play(episodes, rows)
         finally:
             stream.close()
         if on_progress is not None:
             on_progress(len(episodes))
-        done = [summarize(episode, self._parser) for episode in episodes]
+        done = [summarize(episode) for episode in episodes]
         return Batch(
             {"truncated": torch.tensor([episode.truncated for episode in done])},
             {"token_ids": [_sampled(episode) for episode in episodes], "episodes": done},
@@ -166,14 +150,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
 
     def _new_episodes(self, prompts: Batch, params: protocol.SamplingParams) -> Iterator[Episode]:
         """`params.n` episodes a row. Rows that pad a rank's share repeat a number."""
-        limits = EpisodeLimits(
-            max_response_length=params.max_new_tokens,
-            max_model_len=self.max_model_len,
-            max_turn_length=self._multi_turn.max_turn_length,
-            max_turns=self._multi_turn.max_assistant_turns,
-            seconds=self._agent.timeout_s,
-            turn_seconds=self._agent.turn_timeout_s,
-        )
+        limits = self._factory.limits(params.max_new_tokens)
         begun: Counter[int] = Counter()
         for row, key in enumerate(prompts["group_ids"].tolist()):
             ids = list(prompts.columns["prompt_ids"][row])
@@ -182,7 +159,7 @@ class EpisodeEvaluationWorker(EvaluationWorker):
                 begun[key] += 1
 
     def close(self) -> None:
-        self.environments.close()
+        self._factory.environments.close()
         super().close()
 
 

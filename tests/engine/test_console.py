@@ -195,8 +195,8 @@ def test_a_table_shows_brackets_as_they_are_and_fits_a_terminal() -> None:
 
 
 def test_a_difference_is_in_percentage_points() -> None:
-    assert points(0.125, -0.0, 0.2) == "+12.5 percentage points [+0.0, +20.0]"
-    assert points(0.0012, -0.01, 0.01, digits=2).startswith("+0.12 percentage points [-1.00,")
+    assert points((0.125, -0.0, 0.2)) == "+12.5 percentage points [+0.0, +20.0]"
+    assert points((0.0012, -0.01, 0.01), digits=2).startswith("+0.12 percentage points [-1.00,")
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_every_command_line_ends_so() -> None:
 ANOTHER_PIPE = """
 import os
 from engine import console
-@console.command_line
+@console.command_line()
 def main():
     reader, writer = os.pipe()
     os.close(reader)

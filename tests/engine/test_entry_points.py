@@ -27,6 +27,7 @@ from engine.cli.commands import main_ppo, main_preference, main_reward_model, ma
 from engine.config import (
     DataConfig,
     EvaluateConfig,
+    ModelConfig,
     PairsConfig,
     PreferenceTrainingConfig,
     RewardModelTrainingConfig,
@@ -42,7 +43,8 @@ from engine.models import check_vocabulary, vocabulary_and_context
 from engine.preferences import rank_rollouts
 from engine.runtime import HybridActor
 from engine.serve.native_backend import NativeBackend
-from engine.stages import dataset, preferences
+from engine.stages import dataset, evaluation, fetch, preferences, training
+from engine.stages.settings import EvaluationSettings
 from engine.trainers import preference_learning
 from engine.trainers.offline import SFTTrainer
 from engine.trainers.rl import RLTrainer
@@ -64,7 +66,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path, tiny_folder: Path) -> Place:
+def place(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
     place = Place(Path(shutil.copytree(tiny_folder, tmp_path / "model")))
     place.write("prompts", *arithmetic_rows(8))
     place.write("sft", {"prompt": "1+1=", "response": "2"})
@@ -178,14 +181,47 @@ def dataset_stage(place: Place) -> None:
     dataset.fit_to_context(splits, tokenizer, data, context)
 
 
-def preference_stage(place: Place) -> None:
+NO_SPLITS: Any = None  # from which a tokenizer is trained where there is no model
+
+
+def sft_stage(place: Place) -> None:
+    """The tokenizer of the stage `dataset`, then the warm start."""
+    folder, config = place.model.parent, SFTConfig(threads=1)
+    rows = [json.loads(line) for line in Path(place.file("sft")).read_text().splitlines()]
+    frame = pd.DataFrame([{**row, "prompt": as_chat(row["prompt"])} for row in rows])
+    frame.to_parquet(folder / "sft_train.parquet")
+    tokenizer = dataset.choose_tokenizer(NO_SPLITS, DataConfig(), str(place.model))
+    start = ModelConfig(path=str(place.model))
+    model = training.start_model(start, config, tokenizer, 0, folder / "scratch")
+    examples = training.read_examples(folder, "train", tokenizer)
+    SFTTrainer(model, tokenizer.pad_token_id, config, seed=0).fit(examples)
+
+
+def as_chat(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def preference_stage(place: Place, read: Any = training_examples.read_preferences) -> None:
     pairs = place.model.parent
     rows = Path(place.file("pairs")).read_text().splitlines()
     frame = pd.DataFrame(map(json.loads, rows))
     for split in preferences.SPLITS:
         frame.to_parquet(pairs / f"{split}.parquet")
     stage: Any = SimpleNamespace(inputs={"pairs": pairs, "policy": place.model})
-    preferences.read_examples(stage, training_examples.read_preferences, "fail")
+    preferences.read_examples(stage, read, "fail")
+
+
+def reward_model_stage(place: Place) -> None:
+    preference_stage(place, training_examples.read_reward_pairs)
+
+
+def evaluate_only(place: Place) -> None:
+    """The stage `fetch` of the candidate, then its evaluation, here against itself."""
+    candidate = fetch.resolve(str(place.model), "candidate", "hybridflyte")
+    data, config = DataConfig(max_response_length=200), EvaluateConfig(samples=1, k=1)
+    settings = EvaluationSettings(data=data, config=config, seed=0)
+    problems = {"test": pd.DataFrame(arithmetic_rows(4))}
+    evaluation.answer_problems({"warm_start": candidate, "rl": candidate}, problems, settings)
 
 
 DOORS: dict[str, Callable[..., object]] = {
@@ -206,16 +242,20 @@ DOORS: dict[str, Callable[..., object]] = {
     "evaluate": evaluate,
     "rollouts for pairs": rollouts_for_pairs,
     "stage dataset": dataset_stage,
+    "stages of sft": sft_stage,
     "stage preference": preference_stage,
+    "stage reward_model": reward_model_stage,
+    "stages of evaluate_only": evaluate_only,
     "serve": lambda place: NativeBackend.load(place.model, None),
     "HybridActor": lambda place: HybridActor.from_pretrained(place.model),
 }
 EVERY = tuple(DOORS)
 SAMPLING = ("main_ppo", "Trainer.from_hf_config", "RLTrainer", "RLTrainer of actor_model")
-SAMPLING += ("evaluate", "rollouts for pairs", "stage dataset")
+SAMPLING += ("evaluate", "rollouts for pairs", "stage dataset", "stages of evaluate_only")
 PAIRS = ("main_preference", "main_reward_model", "main_reward_model likelihood", "stage preference")
+PAIRS += ("stage reward_model",)
 ENDING = ("main_sft", "main_preference", "main_preference kto", "main_reward_model likelihood")
-ENDING += ("stage preference", "evaluate", "serve")
+ENDING += ("stages of sft", "stage preference", "evaluate", "serve", "stages of evaluate_only")
 INPUTS: dict[str, tuple[Callable[[Place], None], tuple[str, ...], str]] = {
     "foreign tokenizer": (
         foreign_tokenizer,
@@ -237,16 +277,9 @@ INPUTS: dict[str, tuple[Callable[[Place], None], tuple[str, ...], str]] = {
     ),
     "no end token": (
         no_end_token,
-        (
-            "main_sft",
-            "main_preference",
-            "main_preference kto",
-            "main_reward_model likelihood",
-            "stage preference",
-            "evaluate",
-            "serve",
-        ),
-        r"the tokenizer '\S+' has no end token; set eos_token in its tokenizer_config\.json",
+        ENDING,
+        r"(sft_train, row 0: )?the tokenizer '\S+' has no end token; set eos_token in its "
+        r"tokenizer_config\.json",
     ),
     "short context": (
         short_context,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from engine.registry import Options, Registry
+from engine.registry import Options, Registry, load_function
 
 Shape = Callable[..., float]
 MODULE = """
@@ -132,3 +132,16 @@ def test_options_are_keyword_parameters_in_their_types(shapes: Registry[Shape]) 
 def test_wrong_options_are_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Options("the step", step).parse(given, "o")
+
+
+def test_a_file_is_imported_by_its_path_and_again_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "json.py"  # another module has the name
+    file.write_text("import nothing_of_this_name\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"the.setting: .*json.py can't be imported \(Module"):
+            load_function(str(file), "f", "the.setting")
+    file.write_text("def f() -> int:\n    return 1\n")
+    assert load_function(str(file), "f", "the.setting")() == 1

@@ -420,7 +420,7 @@ def test_a_model_is_registered_promoted_and_fetched_again(
     assert champion.tags["artifact_uri"] == str(artifact)
     assert champion.tags["artifact_digest"] == verify(artifact).digest
 
-    got = tracker.download_model(policy, "champion", tmp_path / "got")
+    got = tracker.download_model(champion, tmp_path / "got")
     assert verify(got) == verify(artifact)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracker.uri)
     import mlflow.artifacts
@@ -437,9 +437,9 @@ def test_a_model_is_registered_promoted_and_fetched_again(
     assert lineage_command([f"models:/{policy}@nobody"]) == 1
 
     with pytest.raises(StorageError, match="already there"):
-        tracker.download_model(policy, 2, tmp_path / "got")
+        tracker.download_model(champion, tmp_path / "got")
     with pytest.raises(TrackingError, match=r"has no models:/.*/7"):
-        tracker.download_model(policy, 7, tmp_path / "none")
+        tracker.model_version(f"models:/{policy}/7")
 
 
 def promoter(uri: str, model: str, version: str, start: float, results: Queue[str]) -> None:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import yaml
+from once import OwnEntries
 from tiny_engine import arithmetic_rows
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine.algorithms import advantages
 from engine.cli.commands.main_ppo import main
 from engine.config import DataConfig, RLConfig
+from engine.data import sources
 from engine.data.contract import RL_PROMPTS, SFT_PAIRS, check, check_disjoint
 from engine.data.loader import PromptLoader
 from engine.data.sources import load_splits
@@ -30,12 +35,19 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)
-def _modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_entries: OwnEntries
+) -> Iterator[None]:
     """The modules of extending.md, on the Python path under the names that it gives them."""
     page = (DOCS / "extending.md").read_text()
     for name, text in re.findall(r"```python\n# (my_\w+\.py)\n(.*?)```", page, re.DOTALL):
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
+    for registry in (advantages._registry, sources._registry):
+        own_entries(registry)
+    yield
+    for name in ("my_module", "my_source"):  # register again where they are imported again
+        sys.modules.pop(name, None)
 
 
 def one_step(model: Path, values: dict[str, object]) -> dict[str, float]:

@@ -1,12 +1,13 @@
 """Ways to cheat the gate: nothing is promoted by any of them.
 
-A way is a row of `FORGERIES`: a function that makes what is given to the gate, and what is said.
+A way is a row of `FORGERIES`: a function that makes what is given to the gate, and the refusal.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,6 +113,16 @@ def verdicts_and_answers_edited(bench: Bench) -> Attempt:
         after["greedy_correct"], after["greedy_completion"] = True, after["ground_truth"]
 
     return answered(bench, forge)
+
+
+def one_verdict_edited(bench: Bench) -> Attempt:
+    """As few as rounding explains, but rounding changes the completion first."""
+
+    def forge(before: pd.DataFrame, after: pd.DataFrame) -> None:
+        after.loc[after.index[~after["greedy_correct"]][0], "greedy_correct"] = True
+
+    config = rules(bootstrap=True, recheck={"problems": 40, "rounding": 0.1})
+    return replace(answered(bench, forge), config=config)
 
 
 def baseline_edited(bench: Bench) -> Attempt:
@@ -235,6 +246,48 @@ def no_numbers(bench: Bench) -> Attempt:
     return replace(attempt, config=rules(max_length_ratio=2.0))
 
 
+def verdicts_just_above_false(bench: Bench) -> Attempt:
+    """The baseline's verdicts count as nothing, and are not false either."""
+    attempt = answered(bench, lambda before, after: None)
+    path = attempt.evaluation / "rows_warm_start.parquet"
+    pd.read_parquet(path).assign(greedy_correct=1e-9).to_parquet(path, index=False)
+    digest_again(attempt.evaluation)
+    return attempt
+
+
+def a_weak_baseline(bench: Bench) -> Attempt:
+    """An honest comparison with a model that the new one was not trained from."""
+    with staging("rl") as folder:
+        shutil.copytree(bench.model(seed=2), folder, dirs_exist_ok=True)
+        (folder / MANIFEST).unlink()
+        start = read_manifest(bench.model(seed=3)).as_parent("warm_start", bench.model(seed=3))
+        model = publish(folder, Draft(kind="rl", parents=(start,)))
+    return Attempt(bench, model, bench.evaluation(model, 36))
+
+
+def a_champion_tagged_with_a_bad_evaluation(bench: Bench) -> Attempt:
+    """A champion's own evaluation is replaced by one in which it solves nothing."""
+    first = answered(bench, lambda before, after: None)
+    assert first.bench.promote(first.model, first.evaluation, first.config)["promoted"]
+
+    def forge(before: pd.DataFrame, after: pd.DataFrame) -> None:
+        after["greedy_correct"], after["greedy_completion"] = False, "I don't know"
+
+    bad = first.bench.honest(first.model, forge)
+    tags = {"evaluation_uri": str(bad), "evaluation_manifest": read_manifest(bad).own_digest}
+    for key, value in tags.items():
+        Tracker().client.set_model_version_tag(NAME, "1", key, value)
+    model = first.bench.model(seed=3)
+    return Attempt(first.bench, model, first.bench.honest(model), rules(recheck={"problems": 32}))
+
+
+def registered_unsigned(bench: Bench) -> Attempt:
+    """The model is a version of the registry already, with a manifest that nobody signed."""
+    unsigned = made(bench)
+    assert not bench.promote(unsigned.model, bench.evaluation(unsigned.model, 0))["promoted"]
+    return signed_by("ours.pem", bench)
+
+
 FORGERIES: dict[str, tuple[Callable[[Bench], Attempt], str]] = {
     "five problems": (five_problems, r"5 problems must be at least the required 100"),
     "one problem 500 times": (one_problem_500_times, r"499 of a problem that is there already"),
@@ -244,6 +297,7 @@ FORGERIES: dict[str, tuple[Callable[[Bench], Attempt], str]] = {
     "the easy problems": (the_easy_problems, r"4 problems without a row"),
     "other truths": (other_truths, r"of other problems"),
     "verdicts edited": (verdicts_edited, r"new model's favour did not .* the same completion"),
+    "one verdict edited": (one_verdict_edited, r", 1 in the new model's .*; 1 of the same"),
     "answers edited": (verdicts_and_answers_edited, r"new model's favour did not come out again"),
     "baseline edited": (baseline_edited, r"in the new model's favour did not come out again"),
     "digested again": (edited_and_digested_again, r"did not come out again, .* same completion"),
@@ -259,7 +313,11 @@ FORGERIES: dict[str, tuple[Callable[[Bench], Attempt], str]] = {
     "truncated rows": (truncated_rows, r"rows_rl.parquet differs from the manifest"),
     "a foreign file": (a_foreign_file, r"notes.txt is in the folder but not in the manifest"),
     "another dataset": (another_dataset, r"the evaluation .* is of dataset"),
-    "no numbers": (no_numbers, r"every score must be finite"),
+    "no numbers": (no_numbers, r"'response_length' must be a finite number"),
+    "just above false": (verdicts_just_above_false, r"'greedy_correct' must be true or false"),
+    "a weak baseline": (a_weak_baseline, r"compares with \w+, and the policy was trained from"),
+    "a tagged champion": (a_champion_tagged_with_a_bad_evaluation, r"did not come out again"),
+    "registered unsigned": (registered_unsigned, r"version 1: rl \w+ is not signed"),
 }
 
 
@@ -280,7 +338,7 @@ def aliased() -> str | None:
 @pytest.mark.usefixtures("keys")
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_no_forgery_promotes(forgery: str, bench: Bench) -> None:
-    forge, said = FORGERIES[forgery]
+    forge, message = FORGERIES[forgery]
     attempt = forge(bench)
     before = aliased()
     given = (attempt.model, attempt.evaluation, attempt.config)
@@ -292,7 +350,7 @@ def test_no_forgery_promotes(forgery: str, bench: Bench) -> None:
         assert not decision["promoted"]
         outcome = decision["reason"]
     assert aliased() == before
-    assert re.search(said, " ".join(outcome.split())), outcome
+    assert re.search(message, " ".join(outcome.split())), outcome
 
 
 def test_an_honest_evaluation_is_decoded_again_and_promoted(bench: Bench) -> None:
@@ -369,6 +427,16 @@ def test_an_unsigned_champion_is_not_compared_with(bench: Bench) -> None:
     with pytest.raises(StageError, match=r"can't be compared with: .* is not signed"):
         signed.bench.promote(model, evidence, lineage=SIGNED)
     assert champion() == digest(attempt.model)
+
+
+def test_nobody_knows_before_which_problems_are_drawn() -> None:
+    sizes = {"test": 1000, "hard": 5}
+    draws = [recheck.draw(sizes, 32) for _ in range(3)]
+    assert len({seed for seed, _ in draws}) == 3
+    assert len({tuple(picks["test"]) for _, picks in draws}) == 3
+    for _, picks in draws:
+        assert len(set(picks["test"])) == 32
+        assert picks["hard"] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def stages(place: None) -> Stages:
     settings = DatasetSettings(
         data=DATA, source_digest="", model_path="", model_digest="", context=512, seed=0
     )
-    dataset = folder(prepare(run, settings).dataset)
+    dataset = folder(prepare(run=run, settings=settings).dataset)
     warm_start = SFTConfig.model_validate(TRAINING | {"max_steps": 60, "optim": {"lr": 2e-2}})
     policy = folder(
         sft_stage(

@@ -21,7 +21,7 @@ from promotion_bench import Bench, digest, new_run
 from engine.console import display_path
 from engine.evaluation.report_page import Verdict
 from engine.stages.evaluation import print_summary, read_verdict
-from engine.stages.stage import facts_html
+from engine.stages.stage import Host, hosted, show_facts
 from engine.storage.artifacts import verify
 from tasks import host
 from tasks.host import DECKS, LiveDeck
@@ -181,15 +181,28 @@ def test_models_near_0_are_called_what_they_are(
     assert unsaid not in last
 
 
+def shown(facts: dict[str, object]) -> str:
+    """The page of a tab with these facts."""
+    pages: list[str] = []
+
+    class Pages(Host):
+        def show(self, tab: str, page: str) -> None:
+            pages.append(page)
+
+    with hosted(Pages()):
+        show_facts("Facts", facts)
+    return pages[0]
+
+
 def test_a_table_shows_texts_as_they_are() -> None:
-    page = facts_html({"reward": 0.123456, "steps": 12, "why": "<b>5 & more</b>"})
+    page = shown({"reward": 0.123456, "steps": 12, "why": "<b>5 & more</b>"})
     assert page.count("<tr>") == 3
     assert "<td>0.1235</td>" in page
     assert "<td>&lt;b&gt;5 &amp; more&lt;/b&gt;</td>" in page
 
 
 def test_a_table_has_no_credentials() -> None:
-    page = facts_html({"model": "s3://writer:hunter2hunter2@bucket/model"})
+    page = shown({"model": "s3://writer:hunter2hunter2@bucket/model"})
     assert "hunter2" not in page
     assert "bucket/model" in page
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import json
 import logging
 import os
@@ -14,14 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 from flytekit.core.local_cache import LocalTaskCache
 from s3_server import s3_bucket
 from tracker_files import tensorboard_points, wandb_points
 
-from engine.config import ParallelConfig
+from engine.config import ParallelConfig, PipelineConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
+from engine.stages import interfaces
 from engine.stages.plan import check_settings, checks_key, pin_named_content
 from engine.stages.profiles import (
     PROFILES,
@@ -31,7 +34,7 @@ from engine.stages.profiles import (
     require_shared_home,
 )
 from engine.stages.settings import RunContext
-from engine.stages.stage import execution_tags, host
+from engine.stages.stage import Artifact, execution_tags, host
 from engine.stages.training import open_loggers
 from engine.storage.filesystem import Files
 from engine.trainers.auto_placement import fixed_settings
@@ -98,6 +101,29 @@ def test_stages_run_without_flytekit(tmp_path: Path, mlflow_store: Path) -> None
     }
 
 
+BODIES = (
+    *("plan.plan", "plan.plan_promotion", "dataset.trigger_retraining", "dataset.ingest"),
+    *("fetch.fetch", "training.rl", "preferences.pairs", "promotion.rollback"),
+    *("evaluation.evaluate_part", "evaluation.report", "evaluation.review"),
+)
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_signature_that_is_read_is_that_of_the_function(body: str) -> None:
+    types = {"Artifact": Artifact, "Path": Path, "PipelineConfig": PipelineConfig, "pd": pd}
+    function = interfaces.function_of(body)
+    assert interfaces.signature_of(body, types) == inspect.signature(function, eval_str=True)
+    assert interfaces.docstring_of(body) == inspect.getdoc(function)
+    ours = interfaces.signature_of(body, types, gives=bytes, run=int)
+    assert ours.return_annotation is bytes
+    assert [p.annotation for p in ours.parameters.values() if p.name == "run"] in ([], [int])
+
+
+def test_tasks_are_declared_before_torch_is_loaded() -> None:
+    program = "import sys, tasks.stages; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
 def test_a_plain_host_is_no_cluster() -> None:
     assert host().execution == ""
     assert execution_tags("run-1") == {"flyte.execution": "run-1"}
@@ -114,7 +140,10 @@ def test_a_plain_host_is_no_cluster() -> None:
             {"sft": {"skip": True}},
             "sft.skip=true leaves RL without a model: one from scratch needs",
         ),
-        ({"data": {"source": "gsm8k", "path": "/nowhere"}}, "'/nowhere' is not a folder"),
+        (
+            {"data": {"source": "gsm8k", "path": "/nowhere"}},
+            "'/nowhere' is no data file",
+        ),
         ({"rl": {"reward": {"name": "nice"}}}, "reward.name='nice' is unknown"),
         ({"rl": {"algorithm": {"teacher": "nope"}}}, "rl.algorithm.teacher='nope' does not exist"),
     ],
@@ -127,8 +156,10 @@ def test_a_wrong_name_is_known_before_torch_is_loaded(
         monkeypatch.setitem(sys.modules, module, None)  # an ImportError where it is reached
     config = RLHFConfig.model_validate(change)
     body: Any = plan.task_function
+    given: dict[str, Any] = dict.fromkeys(("source", "path", "model", "preferences"), "")
+    given |= {"seed": -1, "profile": "laptop", "workflow": "rlhf"}
     with pytest.raises(StageError, match=said):
-        body(config, "", "", "", -1, "laptop")
+        body(config=config, **given)
 
 
 def test_a_logger_without_its_package_is_known_before_torch_is_loaded(
@@ -430,7 +461,11 @@ def test_a_layout_fits_its_machines(profile: str) -> None:
 @pytest.mark.parametrize("profile", SEVERAL_GPUS)
 def test_the_warm_start_is_laid_out_as_rl(profile: str) -> None:
     fitted, whole = fitted_to(settings(), profile), PROFILES[profile]
-    assert fitted.sft.parallel == fitted.rl.actor.parallel
+    rl = fitted.rl.actor.parallel
+    assert rl.activation_checkpointing is None, "the start of RL chooses it by the GPU"
+    assert fitted.sft.parallel == rl.model_copy(
+        update={"activation_checkpointing": whole.layout.activation_checkpointing}
+    )
     check_offline_layout(fitted.sft, fitted.model.lora)
     (pool,) = offline_placement(fitted.sft).pools
     assert (pool.roles, pool.world_size, pool.gpus) == (("sft",), whole.world, 1)

@@ -85,8 +85,10 @@ def prepared_inputs(place: Place) -> Inputs:
             source="",
             path="",
             model="",
+            preferences="",
             seed=-1,
             profile="laptop",
+            workflow="rlhf",
         )
         dataset = preprocess(run=made.run, settings=made.dataset).dataset
         brief = made.sft.config.model_copy(update={"max_steps": 3})

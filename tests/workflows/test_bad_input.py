@@ -14,6 +14,9 @@ from typing import Any
 
 import pytest
 from flyte_runs import TINY, WORKFLOW, Outcome, Place, settings
+from flytekit.core.base_task import PythonTask
+
+from tasks import flytekit_setup
 
 ROW = json.dumps({"question": "Tom has 2 pens and buys 3. How many?", "answer": "2+3=5\n#### 5"})
 
@@ -126,7 +129,7 @@ def test_a_broken_source(place: Place, train: str, words: list[str]) -> None:
 
 def test_a_missing_source(place: Place) -> None:
     outcome = place.run("--source", "gsm8k", "--path", "/nowhere", "--config", settings())
-    assert_refused(outcome, place, "data.path='/nowhere' is not a folder", "give one")
+    assert_refused(outcome, place, "data.path='/nowhere' is no data file", "give a .jsonl")
 
 
 @pytest.mark.parametrize("source", ["csv", "gsm8k"])
@@ -150,6 +153,74 @@ def test_a_tokenizer_larger_than_the_vocabulary(
     folder = model_folder("qwen2", vocabulary=100)
     outcome = place.run("--model", str(folder), "--config", settings())
     assert_refused(outcome, place, "the tokenizer has", "an embedding of 100", "use the tokenizer")
+
+
+NOWHERE = ("--dataset", "/nowhere", "--policy", "/nowhere", "--evaluation", "/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("module", "workflow", "inputs", "words"),
+    [
+        ("evaluate_only", "", ["--baseline", "/nowhere"], ["baseline='/nowhere' does not exist"]),
+        ("evaluate_only", "", [], ["baseline is empty", "give models:/NAME@ALIAS"]),
+        (
+            "evaluate_only",
+            "",
+            ["--baseline", "MODEL", "--candidate", "models:/absent@champion"],
+            ["models:/absent@champion"],
+        ),
+        (
+            "evaluate_only",
+            "",
+            ["--baseline", "MODEL", "--candidate", "WEIGHTLESS"],
+            ["candidate='", "has no weights", "save_pretrained"],
+        ),
+        ("preference", "make_pairs", ["--policy", "/nowhere"], ["policy='/nowhere' does not"]),
+        *(
+            ("preference", name, ["--preferences", "/nowhere"], ["pairs.path='/nowhere' does not"])
+            for name in ("preference", "reward_model", "classic_rlhf")
+        ),
+        ("agents", "", ["--config", settings()], ["plays episodes", "rlhf.py"]),
+        ("retraining", "", ["--kickoff", "2999-01-01"], ["is still to come", "in UTC"]),
+        ("retraining", "", ["--kickoff", "2026-01-01"], ["has no champion", "rlhf"]),
+        ("promote_only", "", NOWHERE, ["/nowhere"]),
+        ("review", "", ["--artifact", "/nowhere"], ["/nowhere"]),
+        ("rollback", "", ["--reason", "bad", "--model_name", "absent"], ["absent"]),
+    ],
+)
+def test_wrong_inputs_of_the_other_workflows(
+    place: Place,
+    model_folder: Callable[..., Path],
+    module: str,
+    workflow: str,
+    inputs: list[str],
+    words: list[str],
+) -> None:
+    folders = {"MODEL": str(model_folder("qwen2")), "WEIGHTLESS": str(place.root / "model")}
+    (place.root / "model").mkdir()
+    (place.root / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    config = [] if module in ("agents", "review", "rollback") else ["--config", settings()]
+    given = [folders.get(value, value) for value in inputs]
+    path = WORKFLOW.with_name(f"{module}.py")
+    outcome = place.invoke("run", str(path), workflow or module, *config, *given)
+    assert outcome.code != 0
+    assert outcome.err.count("─ Error ─") == 1, outcome.text
+    for word in words:
+        assert word in outcome.error, outcome.error
+    assert "Traceback" not in outcome.text
+    assert outcome.stages == []
+
+
+@pytest.mark.parametrize("inputs", [("--model", "/nowhere"), ("--profile", "huge")])
+def test_a_dry_run_of_bad_input(
+    place: Place, inputs: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure handler, which flytekit runs then, does not end it as one that succeeded."""
+    monkeypatch.setattr(PythonTask, "sandbox_execute", PythonTask.sandbox_execute)
+    flytekit_setup._plan_alone()  # as at the start of a process with the variable
+    outcome = place.run(*inputs, "--config", settings(), HYBRIDFLYTE_DRY_RUN="1")
+    assert_refused(outcome, place, inputs[1])
+    assert "to do" not in outcome.out
 
 
 def test_mlflow_unreachable(place: Place) -> None:

@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from engine.stages.profiles import LAPTOP, PROFILES, Profile, read_profile
 from engine.trainers.run_plan import check_config
 from tasks.inputs import RLHFConfig
 from tasks.stages import evaluate, promote, rl, sft
-from tasks.variants import head_pod, stage_pod, worker_pod
+from tasks.variants import ray_cluster, stage_pod
 from workflows import launch_plans
 from workflows.launching import LAUNCH_PLANS, Launch, launch_plan, settings
 from workflows.rlhf import rlhf
@@ -261,6 +262,15 @@ def test_the_command_line_offers_what_is_left_to_choose(place: Place) -> None:
     shown = place.invoke("run", FILE, "rlhf_full", "--help").out
     assert "Qwen/Qwen2.5-1.5B-Instruct" in shown
     assert "--profile" in shown
+
+
+@needs_plans
+def test_click_warns_of_no_flag_that_is_there_twice(place: Place) -> None:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.filterwarnings("always", "The parameter", UserWarning)
+        shown = place.invoke("run", FILE, "rollback", "--help").out
+    assert "--forced" in shown
+    assert [str(warning.message) for warning in warned] == []
 
 
 def in_this_process(seed: int = 0, source: str = "arithmetic") -> RLHFConfig:
@@ -666,5 +676,6 @@ def test_the_container_writes_the_stage_of_its_input(
 
 def test_pods_without_gpus_are_plain() -> None:
     assert stage_pod(LAPTOP) is None
-    assert worker_pod(LAPTOP, "ray-worker").pod_spec.node_selector is None
-    assert head_pod("ray-head").pod_spec.tolerations is None
+    cluster = ray_cluster(LAPTOP)
+    assert cluster.worker_node_config[0].pod_template.pod_spec.node_selector is None
+    assert cluster.head_node_config.pod_template.pod_spec.tolerations is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -15,6 +16,7 @@ from flyte.io import Dir, File
 from flyte.models import ActionPhase
 from flyte.notify import Email
 
+from engine import stages as bodies
 from engine.console import say
 from engine.stages import pods
 from engine.stages.profiles import Profile
@@ -28,6 +30,7 @@ APPROVAL_TIMEOUT = timedelta(days=7)
 APPROVED_BY = "Flyte approval"
 MAX_ACTIONS = 8  # of one run at once, as `workflows.launching.MAX_PARALLELISM`
 TYPES = {Path: File, Artifact: Dir}
+PLANS: dict[str, Any] = {"plan": Plan, "trigger_retraining": RetrainingPlan}
 
 
 class Front:
@@ -45,13 +48,7 @@ class Front:
         if host.is_gone(made):
             say(f"{stage}: its result was deleted from the disk and is made again")
             made = task.override(cache=host.cache(task.cache.salt, overwrite=True))(**inputs)
-        return made
-
-    def plan(self, **inputs: Any) -> Plan:
-        return Plan(*self.call("plan", **inputs))
-
-    def trigger_retraining(self, **inputs: Any) -> RetrainingPlan:
-        return RetrainingPlan(*self.call("trigger_retraining", **inputs))
+        return PLANS[stage](*made) if stage in PLANS else made
 
     def evaluate(self, profile: Profile, **inputs: Any) -> Dir:
         """Compare two models; with `evaluate.map_parts` answered by so many tasks at once."""
@@ -63,27 +60,9 @@ class Front:
             parts = list(flyte.map(part, range(count), return_exceptions=False))
         return self.call("evaluate", profile, **inputs, parts=parts)
 
-    def learn_in_rounds(
-        self,
-        profile: Profile,
-        run: Any,
-        pairs_settings: Any,
-        settings: Any,
-        dataset: Dir,
-        start: Dir,
-    ) -> Dir:
+    def learn_in_rounds(self, **inputs: Any) -> Dir:
         """Make preferences, their reference and an update, `pairs.rounds` times."""
-        from engine.stages.preferences import rounds
-
-        policy = start
-        for one in rounds(pairs_settings, settings):
-            made = self.pairs(profile, run=run, settings=one.pairs, dataset=dataset, policy=policy)
-            inputs = {"run": run, "pairs": made, "policy": policy}
-            log_probs = self.reference_log_probs(profile, settings=one.reference, **inputs)
-            policy = self.preference_training(
-                profile, settings=one.training, reference=log_probs, **inputs
-            )
-        return policy
+        return bodies.preferences.learn_in_rounds(self, **inputs)
 
     def gate(self, p: Any, dataset: Dir, policy: Dir, evaluation: Dir) -> Dir:
         """Promote; where approval is all that is missing, wait for a person first.
@@ -114,13 +93,12 @@ def recorded(
     kept: dict[str, Any] = {"execution": host.Flyte2Host().execution, "status": "FAILED"}
     with host.flyte_host():
         settings = config.parse()
-    if is_dry_run():
-        plan()
-        say("to do     what follows the plan and is not cached; dry run, nothing is computed")
-        host.end_command(0)
     record = partial(record_failure, workflow, settings)
     try:
         p = plan()
+        if is_dry_run():
+            say("to do     what follows the plan and is not cached; dry run, nothing is computed")
+            host.end_command(0)
         kept["run"] = p.run
         host.on_interrupt.append(partial(record, "interrupted", run=p.run, status="KILLED"))
         return run(p)
@@ -136,38 +114,23 @@ def recorded(
 
 def task_of(pipeline: Pipeline, module: str, triggers: Sequence[flyte.Trigger] = ()) -> Any:
     """Return the task `<module>.<pipeline>`, whose inputs are those of a plan."""
-    own = {parameter.name for parameter in pipeline.own_inputs}
 
     def composed(**inputs: Any) -> Any:
-        others = {name: inputs.pop(name) for name in own}
-        plan = partial(FRONT.plan, **{"preferences": "", **inputs}, workflow=pipeline.name)
-        run = partial(pipeline.body, FRONT)
-        return recorded(pipeline.name, inputs["config"], plan, lambda p: run(p, **others))
+        return recorded(pipeline.name, inputs["config"], *pipeline.bind(FRONT, inputs))
 
-    default = host.Settings(f"preset:{pipeline.preset}" if pipeline.preset else "")
-    signature = pipeline.signature(default, TYPES)
-    composed.__name__ = composed.__qualname__ = pipeline.name
-    composed.__module__ = module
-    composed.__signature__ = signature  # type: ignore[attr-defined]
-    composed.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
-    composed.__annotations__["return"] = signature.return_annotation
-    composed.__doc__ = inspect.getdoc(pipeline.body)
-    return entry(triggers, pipeline.input_help())(composed)
+    config = host.Settings(f"preset:{pipeline.preset}" if pipeline.preset else "")
+    return entry(*triggers)(pipeline.declare(composed, module, config, TYPES))
 
 
-def entry(
-    triggers: Sequence[flyte.Trigger], help: dict[str, str]
-) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate a function: make it a task that is started, with a help page for its inputs."""
+def entry(*triggers: flyte.Trigger) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate a function: make it a task that is started, with its docstring as help page."""
 
     def make(body: Callable[..., Any]) -> Any:
-        description, _, returns = (inspect.getdoc(body) or "").partition("\n\nReturns:\n")
-        lines = [f"- `{name}`: {help[name]}" for name in inspect.signature(body).parameters]
-        gives = returns.strip() or "The run's summary.json."
-        docs = flyte.Documentation("\n".join([f"{description}\n", *lines, f"\nOutput: {gives}"]))
+        text = re.sub(r"^ {4}(\w+): ", r"- `\1`: ", inspect.getdoc(body) or "", flags=re.MULTILINE)
+        docs = flyte.Documentation(text.replace("Args:\n", ""))
         # A pod that is lost starts again, and finds what its stages have made.
         options: dict[str, Any] = {"retries": 2, "report": True, "entrypoint": True, "docs": docs}
-        return DRIVER.task(triggers=tuple(triggers), **options)(body)
+        return DRIVER.task(triggers=triggers, **options)(body)
 
     return make
 

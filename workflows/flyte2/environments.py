@@ -62,7 +62,7 @@ DRIVER = flyte.TaskEnvironment(
 
 
 def stage_task(body: Callable[..., Any]) -> Any:
-    """Decorate a function: make it the task of the stage of its name in `engine.stages.pods`.
+    """Return the task of the stage of `body`'s name in `engine.stages.pods`.
 
     On a profile's machines it is three, `sft`, `sft_cuda` and `sft_rocm`: a pod finds its own by
     module and name.
@@ -79,15 +79,11 @@ def stage_task(body: Callable[..., Any]) -> Any:
     if not options.on_profile:
         return DRIVER.task(**decorate)(body)
     for kind in ("cuda", "rocm"):
-        named = functools.update_wrapper(_copy(body), body)
+        named = functools.update_wrapper(lambda **inputs: body(**inputs), body)
         named.__name__ = named.__qualname__ = task_name(body.__name__, kind)
         task = MACHINES[kind].task(**decorate)(named)
         setattr(sys.modules[body.__module__], named.__name__, task)
     return MACHINES["default"].task(**decorate)(body)
-
-
-def _copy(body: Callable[..., Any]) -> Any:
-    return lambda *arguments, **inputs: body(*arguments, **inputs)
 
 
 def task_name(stage: str, kind: str) -> str:
@@ -116,24 +112,8 @@ def task_on(stages: Any, stage: str, profile: Profile = LAPTOP, *, cluster: bool
 
 
 def ray_cluster(profile: Profile) -> Any:
-    """Return the RayJobConfig of one run on these machines, whose head schedules nothing."""
-    from flyteplugins.ray import HeadNodeConfig, RayJobConfig, WorkerNodeConfig
+    """Return the Ray cluster of one run on these machines."""
+    from flyteplugins import ray
 
-    workers = WorkerNodeConfig(
-        group_name="workers",
-        replicas=profile.replicas.start,
-        min_replicas=profile.replicas.fewest,
-        max_replicas=profile.replicas.most,
-        pod_template=flyte.PodTemplate(pods.machine_pod("ray-worker", profile), "ray-worker"),
-    )
-    head = HeadNodeConfig(
-        ray_start_params={"num-cpus": "0"},
-        pod_template=flyte.PodTemplate(pods.head_pod("ray-head"), "ray-head"),
-    )
-    return RayJobConfig(
-        worker_node_config=[workers],
-        head_node_config=head,
-        enable_autoscaling=True,
-        shutdown_after_job_finishes=True,
-        ttl_seconds_after_finished=600,
-    )
+    options = pods.ray_job(ray, lambda name, spec: flyte.PodTemplate(spec(), name), profile)
+    return ray.RayJobConfig(**options)

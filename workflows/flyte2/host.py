@@ -31,7 +31,7 @@ from engine.config import PipelineConfig, parse_config
 from engine.config.text import read_settings
 from engine.console import quiet, say
 from engine.redaction import redact_causes
-from engine.stages import stage
+from engine.stages import pods, stage
 from engine.stages.stage import Artifact, CheckpointPaths, Host, is_dry_run, library_versions
 from engine.storage.artifacts import read_manifest
 from engine.storage.digests import sources_digest
@@ -93,14 +93,6 @@ class Flyte2Host(Host):
 # Errors. Flyte 2 tries a task again unless its error says otherwise; errors of machines and
 # services are worth it, on a cluster.
 
-_RETRYABLE = (
-    errors.PlacementError,
-    errors.PreemptedError,
-    errors.StorageError,
-    errors.TrackingError,
-    errors.WorkerError,
-)
-
 
 @contextlib.contextmanager
 def flyte_host() -> Iterator[None]:
@@ -111,7 +103,7 @@ def flyte_host() -> Iterator[None]:
             yield
     except errors.EngineError as error:
         redact_causes(error)
-        if where.execution and isinstance(error, _RETRYABLE):
+        if where.execution and isinstance(error, pods.RETRYABLE):
             raise
         raise flyte.errors.NonRecoverableError(str(error), type(error).__name__) from error
     except flyte.errors.BaseRuntimeError:

@@ -22,15 +22,6 @@ from workflows.flyte2.host import Settings
 NIGHTLY: dict[str, Any] = {"preset": "nightly", "ends": True, "profile": "8xA100"}
 PROBLEMS = "hybridflyte-problems"  # the artifact of Flyte whose new versions start a run
 
-HELP = {
-    "kickoff": "Scheduled time in UTC: files written later wait for the next run.",
-    "arrived": f"Folder of dated folders with new data: a version of the artifact {PROBLEMS}.",
-    "config": "Settings; data.source and the sections model and sft are not read.",
-    "path": "Folder or s3:// prefix of dated folders with new data; empty: retrain.path.",
-    "seed": "Seed of replay and sampling; negative: as in config.",
-    "profile": pipelines.INPUTS["profile"][0],
-}
-
 
 def run(**inputs: Any) -> File:
     plan = partial(FRONT.trigger_retraining, **inputs)
@@ -51,7 +42,7 @@ ON_ARRIVAL = {"arrived": flyte.TriggeredArtifact, **NIGHTLY}
 ARRIVAL = entry.trigger("retraining_on_arrival", flyte.OnArtifact(PROBLEMS), **ON_ARRIVAL)
 
 
-@entry.entry([NIGHT], HELP)
+@entry.entry(NIGHT)
 def retraining(
     kickoff: datetime,
     config: Settings = Settings(),  # noqa: B008 (frozen)
@@ -59,17 +50,36 @@ def retraining(
     seed: int = -1,
     profile: str = "laptop",
 ) -> File:
-    """Train the champion on the problems that arrived since, and promote the better model."""
+    """Train the champion on the problems that arrived since, and promote the better model.
+
+    Args:
+        kickoff: Scheduled time in UTC: files written later wait for the next run.
+        config: Settings; data.source and the sections model and sft are not read.
+        path: Folder or s3:// prefix of dated folders with new data; empty: retrain.path.
+        seed: Seed of replay and sampling; negative: as in config.
+        profile: Machines to run on; without a layout in config, also how the model is sharded.
+
+    Returns:
+        The run's summary.json.
+    """
     return run(config=config, at=kickoff, path=path, seed=seed, profile=profile)
 
 
-@entry.entry([ARRIVAL], HELP)
+@entry.entry(ARRIVAL)
 def retraining_on_arrival(
     arrived: Dir,
     config: Settings = Settings(),  # noqa: B008 (frozen)
     seed: int = -1,
     profile: str = "laptop",
 ) -> File:
-    """Do the same as soon as data are published."""
+    """Do the same as soon as data are published.
+
+    Args:
+        arrived: Folder of dated folders with new data: a version of hybridflyte-problems.
+        config: As for `retraining`, as all other inputs.
+
+    Returns:
+        The run's summary.json.
+    """
     at = flyte.ctx().run_start_time or datetime.now(UTC)
     return run(config=config, at=at, path=arrived.path, seed=seed, profile=profile)

@@ -9,14 +9,15 @@ import argparse
 import importlib
 import re
 import sys
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import engine
 from engine.cli import forms
-from engine.config.text import PRESET, PRESETS, sections
+from engine.config.text import PRESET, PRESETS, Setting, sections
 from engine.console import command_line
 
 _ENGINE = Path(engine.__file__).parent
@@ -26,37 +27,30 @@ _FORMS = {
 _SCRIPT = """\
 # Completion of HybridFlyte's commands, by python -m engine.completion.
 _hybridflyte() {{
-    local current=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
-    local module= key= head= words= i
+    local typed=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+    local module= key= words= values=s/=.*/=/ i
     for ((i = 1; i < COMP_CWORD; i++)); do
         if [[ ${{COMP_WORDS[i]}} == -m ]]; then module=${{COMP_WORDS[i+1]}}; break; fi
     done
-    if [[ $before == -m ]]; then
-        module= words="{modules}"
-    elif [[ $current == "=" ]]; then  # bash makes three words of key=value
-        key=$before current=
+    if [[ $typed == "=" ]]; then  # bash makes three words of key=value, zsh one
+        key=$before= typed=
     elif [[ $before == "=" ]]; then
-        key=${{COMP_WORDS[COMP_CWORD-2]}}
-    elif [[ $current == *=* ]]; then  # zsh makes one
-        key=${{current%%=*}} head=${{current%%=*}}= current=${{current#*=}}
+        key=${{COMP_WORDS[COMP_CWORD-2]}}=
     fi
-    if [[ -n $key ]]; then
-        case "$module $key" in
-{values}
-        esac
-    else
-        case $module in
+    if [[ $before == -m ]]; then module=$before; fi
+    case $module in
+        -m) words="{modules}" ;;
 {words}
-        esac
-    fi
-    COMPREPLY=($(compgen -P "$head" -W "$words" -- "$current"))
+    esac
+    if [[ $key$typed == *=* ]]; then values=; fi  # words have key= as well as key=value
+    COMPREPLY=($(compgen -W "$words" -- "$key$typed" | sed "s/^$key//; $values" | uniq))
     if [[ ${{COMPREPLY[0]}} == *= ]]; then compopt -o nospace 2>/dev/null; fi
 }}
 complete -o default -F _hybridflyte python python3
 """
 
 
-@command_line
+@command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the script; return the exit status."""
     argparse.ArgumentParser(
@@ -74,10 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def script() -> str:
     """Return the script for the commands that are there."""
     words = (f'        {name}) words="{" ".join(_words(name))}" ;;' for name in commands())
-    values = (f'        {"|".join(keys)}) words="{few}" ;;' for few, keys in _values().items())
-    return _SCRIPT.format(
-        modules=" ".join(commands()), words="\n".join(words), values="\n".join(values)
-    )
+    return _SCRIPT.format(modules=" ".join(commands()), words="\n".join(words))
 
 
 def commands() -> list[str]:
@@ -87,13 +78,24 @@ def commands() -> list[str]:
     return sorted(f"engine.{name}" for name in names)
 
 
-def _words(module: str) -> list[str]:
-    """Return the options of a command, its subcommands with theirs, and its settings."""
-    found = set(_options(_parser_of(module)))
-    if module in _FORMS:
-        found |= {f"{key}=" for key in _FORMS[module].known}
-        found |= {f"{PRESET}{path.stem}" for path in PRESETS.glob("*.yaml")}
-    return sorted(found)
+def _words(module: str) -> Iterator[str]:
+    """Yield the options of a command, its subcommands with theirs, and its settings."""
+    yield from sorted(set(_options(_parser_of(module))))
+    if (form := _FORMS.get(module)) is None:
+        return
+    yield from (f"{PRESET}{path.stem}" for path in sorted(PRESETS.glob("*.yaml")))
+    several = (settings for _, _, settings in sections(form.config))
+    choices = {setting.path: _choices(setting) for setting in chain.from_iterable(several)}
+    for key in sorted(form.known):
+        target = form.find(key)
+        values = choices.get(target.paths[0], []) if target is not None else []
+        yield from (f"{key}={value}" for value in ("", *values))
+
+
+def _choices(setting: Setting) -> list[str]:
+    if listed := re.search(r"one of (.*)$", setting.about):
+        return listed[1].split(", ")
+    return ["true", "false"] if setting.default in ("true", "false") else []
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
@@ -105,45 +107,22 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from _options(inner)
 
 
-class _Found(BaseException):
+class _ParserMade(BaseException):
     """Ends a command once its parser is made."""
 
 
 def _parser_of(module: str) -> argparse.ArgumentParser:
-    def found(parser: argparse.ArgumentParser, *arguments: Any, **options: Any) -> Any:
-        raise _Found(parser)
+    def stop(parser: argparse.ArgumentParser, *arguments: Any, **options: Any) -> Any:
+        raise _ParserMade(parser)
 
     is_room = (_ENGINE / module.rpartition(".")[2]).is_dir()
     program: Any = importlib.import_module(f"{module}.__main__" if is_room else module)
-    reading = ("parse_known_args", "parse_known_intermixed_args")
-    before = {name: getattr(argparse.ArgumentParser, name) for name in reading}
     try:
-        for name in reading:
-            setattr(argparse.ArgumentParser, name, found)
-        program.main()
-    except _Found as parser:
-        return parser.args[0]
-    finally:
-        for name, method in before.items():
-            setattr(argparse.ArgumentParser, name, method)
+        with patch.object(argparse.ArgumentParser, "parse_known_args", stop):
+            program.main()
+    except _ParserMade as made:
+        return made.args[0]
     raise AssertionError(f"{module} reads no arguments")
-
-
-def _values() -> dict[str, list[str]]:
-    """Return settings of few values: patterns of command and key, by these values."""
-    patterns: dict[str, list[str]] = defaultdict(list)
-    for module, form in _FORMS.items():
-        names = defaultdict(set)
-        for name, key in form.table.settings.items():
-            names[key.paths[0]].add(name)
-        for setting in (one for _, _, several in sections(form.config) for one in several):
-            named = re.search(r"one of (.*)$", setting.about)
-            few = "true false" if setting.default in ("true", "false") else ""
-            few = named[1].replace(", ", " ") if named else few
-            if few:
-                keys = {setting.path, setting.path.removeprefix(form.prefix)} | names[setting.path]
-                patterns[few] += [f'"{module} {key}"' for key in sorted(keys)]
-    return patterns
 
 
 if __name__ == "__main__":

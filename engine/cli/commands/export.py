@@ -11,38 +11,28 @@ import time
 from collections.abc import Sequence
 
 from engine.console import INTERRUPTED, command_line, quiet, say
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError
 
-FAILED = 1
 HUB = "hf://"
 _CLEANUP_S = 5.0
 
 
-@command_line
+@command_line(left="nothing is left")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     options = _options(arguments)
     quiet()
-    try:
-        if options.beside:
-            threading.Thread(target=_exit_with_parent, daemon=True).start()
-        if options.to:
-            say(_release(options))
-        else:
-            from engine.trainers import huggingface_export  # torch; not for --help
+    if options.beside:
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
+    if options.to:
+        say(_release(options))
+        return 0
+    from engine.trainers.huggingface_export import check_export, export_policy  # torch
 
-            export = huggingface_export.export_policy
-            if options.dry_run:
-                export = huggingface_export.check_export
-            source = export(options.source, options.out, options.model)
-            dry = "dry run, nothing is written; " if options.dry_run else ""
-            say(f"{dry}{options.out}: the policy of {source}")
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return FAILED
-    except KeyboardInterrupt:
-        say("interrupted; nothing is left", error=True)
-        return INTERRUPTED
+    export = check_export if options.dry_run else export_policy
+    source = export(options.source, options.out, options.model)
+    dry = "dry run, nothing is written; " if options.dry_run else ""
+    say(f"{dry}{options.out}: the policy of {source}")
     return 0
 
 

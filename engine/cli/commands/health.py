@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -43,23 +42,17 @@ def expectation(arguments: Sequence[str] | None) -> tuple[Expectation, bool]:
     as_json, required = values.pop("json"), tuple(values.pop("require"))
     expected = Expectation(required=required, **values)
     if expected.kind == "cpu" and expected.gpus:
-        raise ConfigError(f"--expect cpu and --gpus {expected.gpus} contradict; leave one away")
+        raise ConfigError(f"--expect cpu and --gpus {expected.gpus} contradict; remove one")
     if expected.quick and (expected.kind or expected.gpus):
-        raise ConfigError("--quick counts no device; leave it away, or --expect and --gpus")
+        raise ConfigError("--quick counts no device; remove it, or --expect and --gpus")
     return expected, as_json
 
 
-@command_line
+@command_line(WRONG_USAGE, left="its processes have ended")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status: 0 healthy, 1 not, 2 wrong usage."""
     quiet()
-    try:
-        expected, as_json = expectation(arguments)
-    except ConfigError as error:
-        say(f"error: {error}", error=True)
-        return WRONG_USAGE
-    # As an exception, so that the probe processes end as well.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    expected, as_json = expectation(arguments)
     findings = check(expected)
     faults = [finding.fault for finding in findings if finding.fault]
     if as_json:

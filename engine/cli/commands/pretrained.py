@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.console import command_line, quiet, say
-from engine.errors import EngineError
 
 
-@command_line
+@command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(
@@ -35,11 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from engine.models.small_models import make_model_folder
 
     disable_progress_bar()
-    try:
-        made = make_model_folder(out)
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return 1
+    made = make_model_folder(out)
     say(f"{out}: SmolLM2-135M-Instruct{'' if made else ', there already'}")
     return 0
 

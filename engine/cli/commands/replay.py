@@ -8,22 +8,18 @@ import sys
 from collections.abc import Sequence
 
 from engine.console import command_line, say
-from engine.errors import CheckpointError, EngineError
+from engine.errors import CheckpointError
 from engine.trainers.step_record import StepRecord, compare, read_record, replay
 
 _OTHER_LAYOUT = 1e-3  # relative: sums over ranks come in another order
 _ALWAYS_SHOWN = ("loss", "grad_norm")  # ends of names
 
 
-@command_line
+@command_line(2)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     options = _parser().parse_args(arguments)
-    try:
-        record = read_record(options.folder)
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return 2
+    record = read_record(options.folder)
     alike, tolerance = options.on_ranks or record.ranks == 1, options.tolerance
     if tolerance is None:
         tolerance = 0.0 if alike else _OTHER_LAYOUT

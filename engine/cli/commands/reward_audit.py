@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import yaml
 
-from engine.cli.program import WRONG_INPUT, ArgumentParser
+from engine.cli.program import ArgumentParser
 from engine.cli.reward_file import reward_name
 from engine.config import RewardConfig
 from engine.config.data import RowsConfig
 from engine.console import command_line, quiet, say, table
-from engine.errors import ConfigError, EngineError
+from engine.errors import ConfigError
 from engine.registry import import_plugins
 
 _ABOUT = """\
@@ -28,7 +28,7 @@ grader, time and memory.
 """
 
 
-@command_line
+@command_line(2)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = ArgumentParser(
@@ -48,12 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--form", action="append", default=[], metavar="TEXT", help="of answers: 'Result: {}'")
     add("--json", action="store_true", help="print the audit as JSON")
     quiet()
-    try:
-        options = parser.parse_args(arguments)
-        return _audit(options)
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return WRONG_INPUT
+    return _audit(parser.parse_args(arguments))
 
 
 def _audit(options: Namespace) -> int:
@@ -78,14 +73,8 @@ def _audit(options: Namespace) -> int:
         print(audit.to_json({options.reward: found}))
         return int(not found.passed)
     rows_shown = [
-        {
-            "": "HOLE" if check.severity == "hole" else check.severity,
-            "check": check.name,
-            "meaning": check.meaning,
-            "expected": check.expected,
-            "found": check.found,
-        }
-        for check in found.checks
+        {"": c.severity.replace("hole", "HOLE"), "check": c.name, "found": c.found}
+        for c in found.checks
     ]
     table(f"Reward audit: {options.reward}", rows_shown)
     for check in found.checks:

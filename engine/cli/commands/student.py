@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.console import command_line, quiet, say
-from engine.errors import EngineError, StorageError
+from engine.errors import StorageError
+from engine.storage.filesystem import writing
 
 
-@command_line
+@command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(
@@ -24,13 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("teacher", metavar="TEACHER", help="folder or hub id of a causal language model")
-    add(
-        "--layers",
-        required=True,
-        type=lambda text: [int(number) for number in text.split(",")],
-        metavar="0,2,…",
-        help="which decoder layers are kept, counted from 0, in ascending order",
-    )
+    about = "which decoder layers are kept, counted from 0, in ascending order"
+    add("--layers", required=True, type=_numbers, metavar="0,2,…", help=about)
     add("--out", required=True, type=Path, metavar="FOLDER", help="where to; must not exist")
     add("--dry-run", action="store_true", help="build it, say its size, and write nothing")
     options = parser.parse_args(arguments)
@@ -39,14 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     disable_progress_bar()
     out = options.out.expanduser()
-    try:
-        counts = write_student(options.teacher, options.layers, out, dry_run=options.dry_run)
-    except EngineError as error:
-        say(f"error: {error}", error=True)
-        return 1
+    counts = write_student(options.teacher, options.layers, out, dry_run=options.dry_run)
     dry = "dry run, nothing is written; " if options.dry_run else ""
     say(f"{dry}{out}: {counts[0]:,} parameters of the teacher's {counts[1]:,}")
     return 0
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def write_student(
@@ -63,12 +59,10 @@ def write_student(
     student = keep_layers(model, layers)
     if dry_run:
         return student.num_parameters(), model.num_parameters()
-    try:
+    with writing(out, "free space, or give another --out"):
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as draft:
             save_model(student, load_tokenizer(teacher), Path(draft) / "student").rename(out)
-    except OSError as error:
-        raise StorageError(f"can't write {out}: {error.strerror or error}") from error
     return student.num_parameters(), model.num_parameters()
 
 

@@ -253,7 +253,7 @@ def _reference_in(coded: Any) -> list[Any]:
 
 
 def reference_of(value: object) -> object:
-    """By what a served program knows an object of its own."""
+    """The reference by which a served program knows an object of its own."""
     if isinstance(value, Remote):
         return value._remote[1]
     raise TypeError(f"{type(value).__name__} can't be given to a program")

@@ -26,7 +26,8 @@ from engine.rollout.stream import KvOnUpdate, PartialCompletion
 from engine.rollout.trainer_model import context_length
 
 _SETTINGS = frozenset(
-    {"max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "enable_rollout_routing_replay"}
+    {"max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "kv_on_update"}
+    | {"enable_rollout_routing_replay"}
 )
 
 

@@ -510,8 +510,7 @@ class ServerStream(stream.RolloutStream):
             raise
         for index, completion in enumerate(completions, part.request.first):
             if index in part.unfinished:
-                versions = [completion.policy_version] * len(completion.token_ids)
-                completed = replace(completion, token_versions=versions)
+                completed = replace(completion, token_versions=completion.versions)
                 self._answered.append(stream.StreamedCompletion(part.key, index, completed))
 
     def _check_deadline(self) -> None:

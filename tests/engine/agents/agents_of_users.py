@@ -103,12 +103,11 @@ async def by_way(row: dict[str, Any], client: Any) -> dict[str, object]:
     if way == "hangs up":
         await _hang_up(client)
     if way == "later":
-        task = asyncio.ensure_future(_later(client.copy(http_client=None)))
-        _tasks.append(task)
+        _tasks.append(asyncio.ensure_future(_later(str(client.base_url), client.api_key)))
     return {"reward": 1.0}
 
 
-async def _hang_up(client: Any) -> None:
+async def _hang_up(client: Any, after: float = 0.0) -> None:
     """Ask for a turn, and don't wait for it."""
     body = json.dumps({"messages": [ASK], "max_tokens": 30}).encode()
     head = (
@@ -118,6 +117,7 @@ async def _hang_up(client: Any) -> None:
     _, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
     writer.write(head.encode() + body)
     await writer.drain()
+    await asyncio.sleep(after)
     writer.close()
     await asyncio.sleep(0.5)
 
@@ -125,12 +125,28 @@ async def _hang_up(client: Any) -> None:
 _tasks: list[Any] = []
 
 
-async def _later(client: Any) -> None:
+async def _later(url: str, key: str) -> None:
+    import openai
+
     await asyncio.sleep(0.3)
-    try:
-        await client.chat.completions.create(model="x", messages=[ASK], max_tokens=3)
-    except Exception as error:
-        note(f"{type(error).__name__} {getattr(error, 'status_code', '')}")
+    async with openai.AsyncOpenAI(base_url=url, api_key=key) as client:
+        try:
+            await client.chat.completions.create(model="x", messages=[ASK], max_tokens=3)
+        except openai.APIStatusError as error:
+            note(f"late: {error.status_code}")
+
+
+async def without_client(row: dict[str, Any]) -> float:
+    """Not what an agent is: it takes no client."""
+    return 1.0
+
+
+async def leaving(row: dict[str, Any], client: Any) -> float:
+    """One call whose client hangs up, and one that is under way when the episode ends."""
+    await _hang_up(client, 0.5)
+    _tasks.append(asyncio.ensure_future(client.chat.completions.create(model="x", messages=[ASK])))
+    await asyncio.sleep(0.5)
+    return 1.0
 
 
 async def everything(row: dict[str, Any], client: Any) -> float:

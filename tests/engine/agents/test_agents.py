@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from test_agent_rl import ahead, check_versions, run, settings, trainer
+from test_agent_rl import FLOAT, VLLM, ahead, check_versions, run, settings, trainer
 from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
 from engine.agents.agent_runner import agent_files, check_agent, is_function
@@ -67,6 +67,19 @@ def test_a_function_plays_and_each_token_has_the_log_prob_it_was_drawn_with(
     assert history[0]["episode/refused_calls"] == 0
     assert history[-1]["validation/episode/turns_mean"] == 2
     assert 0 <= history[0]["episode/solved"] <= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["play", "everything"])
+def test_vllm_answers_an_agent(tmp_path: Path, function: str) -> None:
+    pytest.importorskip("vllm")
+    shape = TINY_MODEL.model_copy(update={"hidden_size": 128})
+    folder = write_tiny_folder(tmp_path / "model", shape)
+    how = config(f"{FILE}:{function}", n=2)
+    how = how.replaced({f"rollout.{name}": value for name, value in VLLM.items()})
+    _, [batch, *_] = run(folder, how, dtype=FLOAT)
+    assert batch.columns["episode_error"].tolist() == [""] * len(batch)
+    check_log_probs(batch)
 
 
 def test_branches_are_rows_that_are_learned_from_once(tiny_folder: Path) -> None:
@@ -133,6 +146,7 @@ def test_a_client_at_fault_costs_its_own_episode(
     with RLTrainer(tiny_folder, how, loader, max_response_length=36, max_model_len=60) as subject:
         subject.on_rollouts = lambda split, step, batch: batches.append(batch)
         subject.fit()
+    assert "late: 410" in (tmp_path / "log").read_text()
     columns = batches[0].columns
     ends = ENDS | {"dies": "failed", "blocks": "seconds"}
     for way, end, error, info in zip(
@@ -197,10 +211,10 @@ def test_agents_play_ahead_of_the_trainer(tiny_folder: Path, mode: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("no/such/file.py:play", {}, "no such file"),
-        (f"{FILE}:nothing", {}, "has no 'nothing'"),
+        ("no/such/file.py:play", {}, "does not exist here"),
+        (f"{FILE}:nothing", {}, "has no function 'nothing'"),
         (f"{FILE}:digits", {}, "no coroutine function"),
-        (f"{FILE}:_later", {}, "can't be called as"),
+        (f"{FILE}:without_client", {}, "can't be called as"),
         (f"{FILE}:play", {"turn": 1}, "did you mean 'turns'"),
         (f"{FILE}:play", {"turns": "many"}, "options.turns='many'"),
         ("no_such_module:play", {}, "can't be imported"),

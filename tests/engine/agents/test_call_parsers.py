@@ -89,18 +89,15 @@ CASES = {
     "llama, the tag in an argument": Case(
         "llama3_json", call(a="<|python_tag|> {"), [("add", {"a": "<|python_tag|> {"})]
     ),
-    "llama, a function in an argument": Case(
-        "llama3_json", call(a="<function=f>{}"), [("add", {"a": "<function=f>{}"})]
+    "llama, a call in Python's form": Case(
+        "llama3_json", '<|python_tag|>search.call(query="rain")', [], malformed=1
+    ),
+    "llama, a broken call after the tag": Case(
+        "llama3_json", '<|python_tag|>{"name": ', [], malformed=1
     ),
     "llama, an answer in braces": Case("llama3_json", "It is {4}.", [], content="It is {4}."),
     "llama, JSON that is no call": Case(
         "llama3_json", 'The set is {"a": 1}.', [], content='The set is {"a": 1}.'
-    ),
-    "llama, an end in an argument": Case(
-        "llama3_json",
-        f"<function=add>{json.dumps({'a': '</function>'})}</function>",
-        [("add", {"a": "</function>"})],
-        vllm=LOST,
     ),
 }
 
@@ -186,17 +183,16 @@ def test_control_tokens_of_a_format_reach_its_parser() -> None:
     end, tag = (tokenizer.convert_tokens_to_ids(t) for t in ("<|eot_id|>", "<|python_tag|>"))
     parser = resolve_call_parser("llama3_json")
     reader = EpisodeTokenizer(tokenizer, (end,), partial(parsed_action, parser))
-    said = tokenizer.encode('search.call(query="rain")', add_special_tokens=False)
+    said = tokenizer.encode("search()", add_special_tokens=False)
     action = reader.action([], [tag, *said, end])
-    assert [(one.name, one.arguments) for one in action.tool_calls] == [
-        ("search", {"query": "rain"})
-    ]
-    assert (action.text, action.content) == ('search.call(query="rain")', "")
+    assert (action.text, action.content) == ("search()", "")
+    assert len(action.malformed) == 1  # a call, for its control token
 
 
-@pytest.mark.parametrize("piece", [OPEN, "{", f'{OPEN}{{"a": "', f"{OPEN}[", "<function=f>{"])
+@pytest.mark.parametrize("piece", [OPEN, "{", "{};", f'{OPEN}{{"a": "', f"{OPEN}[", '[{"'])
 def test_a_long_turn_is_read_in_time(piece: str) -> None:
     start = time.perf_counter()
-    for name in ("hermes", "llama3_json"):
-        parse_turn(resolve_call_parser(name), piece * (200_000 // len(piece)))
+    for name, opening in (("hermes", ""), ("hermes", OPEN), ("llama3_json", "")):
+        text = opening + piece * (200_000 // len(piece))
+        assert len(parse_turn(resolve_call_parser(name), text).malformed) <= 101
     assert time.perf_counter() - start < 5

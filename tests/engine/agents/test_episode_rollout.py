@@ -90,7 +90,6 @@ class Table:
             stream,
             environments,
             concurrency=places or width,
-            call_seconds=call_seconds,
             failure_reward=failure_reward,
         )
         player.play(episodes, ROWS)
@@ -322,7 +321,7 @@ class Hall:
         self.opened.append(environments)
         return EpisodeGroups(
             stream,
-            EpisodePlayer(stream, environments, concurrency=width, call_seconds=20.0),
+            EpisodePlayer(stream, environments, concurrency=width),
             lambda key, index, ids: Episode(key, 0, index, turns, limits, ids),
             n=n,
             pad_token_id=0,

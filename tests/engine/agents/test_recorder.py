@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
 from engine.agents.call_parsers import parsed_action, resolve_call_parser
-from engine.agents.endpoint import _message, _until_stop
+from engine.agents.endpoint import assistant_message, until_stop
 from engine.agents.environment_protocol import Action
 from engine.agents.episode import (
     Episode,
@@ -85,7 +85,7 @@ class Client:
         part = PartialCompletion(0, ids, [-0.25 * (number + 1)] * len(ids), [number] * len(ids))
         self.sampled.append((prompt.ids, ids))
         action = self.episode_tokenizer.action(prompt.ids, ids, tools=[TOOL] if tools else ())
-        self.said = _message(action, number) if prompt.messages else None
+        self.said = assistant_message(action, number) if prompt.messages else None
         return self.recorder.add(prompt, part, action, self.said, key=number)
 
     def turn(self, messages: Sequence[Any], text: str, tools: Sequence[Any] = ()) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def test_a_text_that_a_client_stops_at_is_not_said() -> None:
     client = r1()
     ids = client.letters("Hm</think>one STOP", ended=False)
     prompt = client.recorder.chat([ASK]).ids
-    action = client.episode_tokenizer.action(prompt, ids, unsaid=5)
+    action = client.episode_tokenizer.action(prompt, ids, unread=5)
     assert (action.text, action.content) == ("<think>\nHm</think>one", "<think>\nHm</think>one")
     assert action.token_ids == tuple(ids)
 
@@ -344,11 +344,11 @@ def test_a_stop_text_ends_a_turn_at_the_token_that_completes_it(
     client = Client(smollm2)
     ids = client.letters("one STOP two\n\nthree")
     part = PartialCompletion(0, ids, [float(-i) for i in range(len(ids))], [3] * len(ids))
-    cut, text = _until_stop(client.episode_tokenizer.text, part, ["\n\n", "STOP"])
+    cut, text = until_stop(client.episode_tokenizer.text, part, ["\n\n", "STOP"])
     assert text == "one "
     assert client.text(cut.token_ids) == "one STOP"
     assert len(cut.token_ids) == len(cut.log_probs) == len(cut.token_versions) == 8
-    assert _until_stop(client.episode_tokenizer.text, part, ["four"]) == (
+    assert until_stop(client.episode_tokenizer.text, part, ["four"]) == (
         part,
         "one STOP two\n\nthree",
     )
@@ -488,5 +488,5 @@ def test_an_interrupted_episode_is_replayed_from_its_checkpoint(
 def test_calls_that_can_t_be_read_stay_text() -> None:
     read = partial(parsed_action, resolve_call_parser("hermes"))
     broken = read("so <tool_call>{1}</tool_call>", (1,))
-    assert _message(broken, 0) == {"role": "assistant", "content": broken.text}
-    assert _message(Action("plain"), 0) == {"role": "assistant", "content": "plain"}
+    assert assistant_message(broken, 0) == {"role": "assistant", "content": broken.text}
+    assert assistant_message(Action("plain"), 0) == {"role": "assistant", "content": "plain"}

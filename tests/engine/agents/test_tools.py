@@ -344,8 +344,6 @@ def test_programs_in_arguments_may_have_line_breaks() -> None:
             '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"x": "y"}}',
             [("f", {}), ("g", {"x": "y"})],
         ),
-        ('<|python_tag|>search.call(query="rain", n=-2)', [("search", {"query": "rain", "n": -2})]),
-        ('Well: <function=add>{"a": 1}</function>', [("add", {"a": 1})]),
         ("The answer is {5}.", []),
     ],
 )
@@ -360,9 +358,8 @@ def test_llama_reads_its_forms(text: str, calls: list[tuple[str, dict[str, objec
     [
         '{"name": "f", ',
         "{5}",
-        "<|python_tag|>f.call(1)",
-        "<|python_tag|>print(1)",
-        "<function=f>{]",
+        '<|python_tag|>search.call(query="rain")',
+        "<|python_tag|>",
     ],
 )
 def test_llama_says_what_is_no_call(text: str) -> None:
@@ -381,11 +378,10 @@ PIECES = [
     '"f"',
     "[",
     "<|python_tag|>",
-    ".call(",
 ]
 
 
-@given(st.lists(st.sampled_from([*PIECES, "</think>", "<function=f>", "é", ";", "\\"])), st.text())
+@given(st.lists(st.sampled_from([*PIECES, "</think>", "é", ";", "\\"])), st.text())
 def test_no_text_breaks_a_parser(pieces: list[str], more: str) -> None:
     for name in ("hermes", "llama3_json"):
         parsed = parse_turn(resolve_call_parser(name), "".join(pieces) + more)

@@ -73,7 +73,7 @@ def episode(
         if number < len(turns) - 1:
             ended_by = turn[-1] if turn[-1] in stops else None
             more = encode_continuation(tokenizer, observation(number), ended_by, stops, tools)
-            transcript.add_observation(more)
+            transcript.sequences[-1].add_observation(more)
             ids += more
     return transcript, ids
 
@@ -212,19 +212,19 @@ def test_rewards_lie_on_sampled_tokens_and_branches_are_sequences() -> None:
     with pytest.raises(RolloutError, match="before the first turn"):
         transcript.add_reward(1.0)
     transcript.add_turn([5, 6], [-0.1, -0.2], [3, 3])
-    transcript.add_observation([7, 8])
+    transcript.sequences[-1].add_observation([7, 8])
     transcript.add_reward(0.5)
     transcript.add_reward(0.25)
     transcript.branch([1, 2, 6, 8])
     transcript.add_reward(1.0)  # still the first turn's
     transcript.add_turn([9], [-0.3], [4])
     transcript.add_reward(2.0)
-    transcript.add_observation([4])
+    transcript.sequences[-1].add_observation([4])
     first, second = transcript.finished()
     assert (first.token_ids, first.rewards, first.first_turn) == ([5, 6], [0.0, 1.75], 0)
     assert (second.prompt_ids, second.token_ids, second.rewards) == ([1, 2, 6, 8], [9], [2.0])
     assert (second.first_turn, second.versions, second.log_probs) == (1, [4], [-0.3])
-    assert (transcript.turns, transcript.sampled_tokens) == (2, 3)
+    assert transcript.turns == 2
 
 
 def test_an_episode_without_a_turn_is_a_sequence_without_response() -> None:

@@ -203,7 +203,7 @@ def test_a_relative_path_is_found_where_ray_puts_a_jobs_files(
     ("content", "name", "words"),
     [
         (None, "f", "does not exist here"),
-        ("import nothing_of_this_name", "f", "can't be loaded"),
+        ("import nothing_of_this_name", "f", "can't be imported"),
         ("x = 1", "f", "has no function 'f'"),
         ("f = 1", "f", "has no function 'f'"),
     ],
@@ -251,7 +251,7 @@ def test_math_in_verls_schema_with_its_card(
         (source / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["--dataset", "math", "--source", str(source), "--local_dir", str(out)]
     assert main(command) == 2
-    refusal = capsys.readouterr().out
+    refusal = capsys.readouterr().err
     assert "train.jsonl, row 8: data.templates.ground_truth can't be rendered" in refusal
     assert main([*command, "bad_rows=drop"]) == 0
     printed = capsys.readouterr().out
@@ -301,7 +301,7 @@ def test_settings_and_bounds_of_the_command(
         (["--source", "x"], "--source goes with gsm8k or math"),
     ):
         assert main([*command, *wrong]) == 2
-        assert message in capsys.readouterr().out
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"no GSM8K in {GSM8K}")

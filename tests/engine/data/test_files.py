@@ -429,4 +429,6 @@ def test_subsets_and_splits_come_from_the_hub_and_then_from_the_cache(tmp_path: 
     assert found[2] == str(sizes | {"sft_train": 28, "train": 28})
     assert found[3].startswith("DataError the Hugging Face hub gives no dataset 'team/nothing'")
     assert found[4].startswith("DataError the dataset 'team/sums' of the hub can't be read (")
-    assert loaded(endpoint, tmp_path / "cache", pinned) == [found[2]]
+    again = loaded(endpoint, tmp_path / "cache", pinned, "team/sums:main", "team/others:main")
+    assert again[:2] == [found[2], found[0]]
+    assert again[2].startswith("DataError the Hugging Face hub gives no dataset 'team/others'")

@@ -1,14 +1,7 @@
-import hashlib
 import json
-import os
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import boto3
 import fsspec
@@ -17,6 +10,7 @@ import pytest
 from s3_server import environment, s3_server
 
 from engine.config import DataConfig
+from engine.data.math_problems import GSM8K
 from engine.data.rows import prompt_text
 from engine.data.sources import Splits, load_splits, source_digest
 from engine.errors import DataError, StorageError
@@ -149,12 +143,8 @@ def test_wrong_rows_are_named(tmp_path: Path, broken: Row, message: str) -> None
 
 
 def test_wrong_paths_are_told_apart(tmp_path: Path, local: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.path is empty"):
-        load_splits(config(""), 0)
-    with pytest.raises(DataError, match="is not a folder"):
+    with pytest.raises(DataError, match=r"nowhere' is no data file, and no folder with some"):
         load_splits(config(tmp_path / "nowhere"), 0)
-    with pytest.raises(DataError, match="is not a folder"):
-        load_splits(config(local / "train.jsonl"), 0)
     (local / "train.jsonl").unlink()
     with pytest.raises(DataError, match=r"has no training split among test\.jsonl"):
         load_splits(config(local), 0)
@@ -193,90 +183,9 @@ def test_an_s3_server_that_is_down_is_reported_at_once(
     assert time.monotonic() - start < 15
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as a download of one dataset asks for."""
+def test_a_hub_id_is_read_in_the_hubs_form() -> None:
+    def path(given: str) -> str:
+        return GSM8K().settings(config(given)).path
 
-    commit = hashlib.sha1(b"commit").hexdigest()
-    files: ClassVar = {
-        "train.jsonl": jsonl(TRAIN),
-        "test.jsonl": jsonl(TEST),
-        "socratic/x.jsonl": b"{}",
-    }
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.split("?")[0]
-        head, _, name = path.partition("/resolve/")
-        name = name.partition("/")[2]
-        if path.startswith("/api/datasets/team/sums/tree/"):
-            tree = [
-                {
-                    "type": "file",
-                    "path": file,
-                    "size": len(data),
-                    "oid": hashlib.sha1(data).hexdigest(),
-                }
-                for file, data in self.files.items()
-            ]
-            self.reply(200, json.dumps(tree).encode())
-        elif path.startswith("/api/datasets/team/sums"):
-            siblings = [{"rfilename": file} for file in self.files]
-            info = {"id": "team/sums", "sha": self.commit, "siblings": siblings, "tags": []}
-            self.reply(200, json.dumps({**info, "private": False}).encode())
-        elif head == "/datasets/team/sums" and name in self.files:
-            self.reply(200, self.files[name])
-        else:
-            self.reply(404, b"")
-
-    def reply(self, status: int, body: bytes) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("ETag", hashlib.sha1(body).hexdigest())
-        self.send_header("X-Repo-Commit", self.commit)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Keep the test's output quiet."""
-
-
-LOAD = """
-import sys
-from engine.config import DataConfig
-from engine.data.sources import load_splits
-from engine.errors import DataError, StorageError
-for path in sys.argv[1:]:
-    try:
-        splits = load_splits(DataConfig(source="gsm8k", path=path), 0)
-        print(len(splits.train), len(splits.test), splits.source_digest)
-    except DataError as error:
-        print("DataError", error)
-"""
-
-
-def load_from_hub(endpoint: str, cache: Path, *hub_ids: str) -> list[str]:
-    """Run in a process of its own: the hub's address is read when its client is imported."""
-    env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "NO_PROXY": "127.0.0.1"}
-    command = [sys.executable, "-c", LOAD, *hub_ids]
-    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
-    return run.stdout.splitlines()
-
-
-def test_a_hub_id_is_downloaded_and_then_found_without_the_hub(tmp_path: Path, local: Path) -> None:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    endpoint = f"http://127.0.0.1:{server.server_port}"
-    try:
-        first, unknown = load_from_hub(endpoint, tmp_path / "cache", "team/sums", "team/nothing")
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert first == f"40 20 {source_digest(config(local), 0)}"
-    assert unknown.startswith("DataError data.path='team/nothing' is neither a local folder nor")
-    cached, offline = load_from_hub(endpoint, tmp_path / "cache", "team/sums", "team/others")
-    assert cached == first
-    assert offline.startswith("DataError data.path='team/others' is neither a local folder nor")
-    assert "download it where there is a network" in offline
+    assert path("openai/gsm8k") == path("") == "hf://openai/gsm8k:main"
+    assert path("team/gsm8k") == "team/gsm8k"

@@ -12,8 +12,8 @@ from chat_templates import family_tokenizer
 
 from engine.config import RowsConfig
 from engine.data.messages import FIELDS, canonical_message, for_template, row_tools
-from engine.data.preference_rows import PreferenceMapper
-from engine.data.row_files import read_file_rows
+from engine.data.preference_rows import preference_row
+from engine.data.row_files import RowMapper, read_file_rows
 from engine.data.rows import canonical_row
 from engine.data.templates import encode_conversation, encode_prompt, encode_turn
 from engine.errors import DataError
@@ -96,7 +96,7 @@ def test_no_stage_drops_a_field_that_it_does_not_know(name: str) -> None:
     }
     for kind, row in rows.items():
         with pytest.raises(DataError, match=f"d, row 1: column .*{name}_2"):
-            PreferenceMapper(RowsConfig(), kind)(row, "d, row 1")
+            preference_row(RowMapper(RowsConfig()), kind, row, "d, row 1")
 
 
 def test_rows_of_parquet_lose_what_is_none_in_them(tmp_path: Path) -> None:

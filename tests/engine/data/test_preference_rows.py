@@ -13,12 +13,13 @@ from engine.config import RowsConfig
 from engine.data.contract import KTO_ROWS, PREFERENCE_PAIRS, check
 from engine.data.preference_rows import (
     Kind,
-    PreferenceMapper,
     ScoredGroup,
     labels_from_groups,
     pairs_from_groups,
+    preference_row,
     read_preference_rows,
 )
+from engine.data.row_files import RowMapper
 from engine.data.templates import encode_conversation, encode_prompt, encode_response
 from engine.data.tokenizer import train_tokenizer
 from engine.data.training_examples import (
@@ -41,7 +42,8 @@ def assistant(text: str) -> dict[str, str]:
 
 
 def mapped(raw: dict[str, Any], kind: Kind = "pairs", **settings: Any) -> dict[str, Any]:
-    return PreferenceMapper(RowsConfig.model_validate(settings), kind)(raw, "d.jsonl, row 1")
+    mapper = RowMapper(RowsConfig.model_validate(settings))
+    return preference_row(mapper, kind, raw, "d.jsonl, row 1")
 
 
 PAIR = {"prompt": [USER], "chosen": "2", "rejected": "3", "margin": 0.0}

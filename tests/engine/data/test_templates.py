@@ -103,14 +103,14 @@ def templated(template: str) -> PreTrainedTokenizerFast:
         ("{{ raise_exception('no ' + messages[0].role) }}", "5", r"\(TemplateError: no user\); ch"),
         ("{{ messages[0].nothing.at_all }}", "5", r"refuses the prompt \(UndefinedError: "),
         ("{{ messages[0].content }}", "\ud83d", r"refuses the prompt \(TypeError: "),
-        ("{{ '' }}", "5", r"refuses the prompt \(ValueError: it makes no tokens of it\)"),
+        ("{{ '' }}", "5", r"makes no tokens of the prompt; change its messages"),
     ],
 )
 def test_a_prompt_that_the_template_refuses_is_named(
     template: str, content: str, message: str
 ) -> None:
     prompts = [[{"role": "user", "content": content}]]
-    with pytest.raises(DataError, match=rf"^train, row 3: the chat template of .*{message}"):
+    with pytest.raises(DataError, match=rf"^train, row 3: the chat template .*{message}"):
         encode_prompts(templated(template), prompts, "train", numbers=[3])
 
 
@@ -353,3 +353,10 @@ def test_transformers_own_loader_splits_alike(
     assert theirs.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     ) == encode_prompt(smollm2, messages)
+
+
+def test_variables_of_a_template_are_json() -> None:
+    plain = templated("{{ x is none }} {{ y.z }} {{ messages[0].content }}")
+    tokenizer = with_template_variables(plain, {"x": None, "y": {"z": [True, None, "é"]}})
+    text = tokenizer.apply_chat_template([USER], tokenize=False)
+    assert text == f"True [True, None, 'é'] {USER['content']}"

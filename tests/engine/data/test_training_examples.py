@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from chat_templates import FAMILIES, family_tokenizer
+from tokenizers import normalizers
 
 from engine.config import RowsConfig
 from engine.data.collate import SFTExample
@@ -109,6 +110,30 @@ def test_marks_of_the_template_say_what_is_learned() -> None:
     [without_end] = conversation_examples(tokenizer, TALK)
     assert learned_texts(tokenizer, without_end) == "2.|4.|8.|"
     assert without_end.response_ids == example.response_ids
+
+
+def test_marks_count_where_a_text_begins_with_a_space() -> None:
+    tokenizer = family_tokenizer("mistral")
+    tokenizer.chat_template = (
+        "{%- for m in messages %}{%- if m.role == 'user' %}{{- '[INST] ' + m.content + '[/INST]' }}"
+        "{%- else %}{%- generation %}{{- ' ' + m.content }}{%- endgeneration %}{{- eos_token }}"
+        "{%- endif %}{%- endfor %}"
+    )
+    [example] = conversation_examples(tokenizer, TALK)
+    text = tokenizer.apply_chat_template(TALK, tokenize=False)
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    assert example.prompt_ids + example.response_ids == whole
+    assert learned_texts(tokenizer, example).replace(" ", "") == "2.|4.|8.|"
+
+
+def test_a_turn_is_encoded_after_the_text_before_it() -> None:
+    tokenizer = family_tokenizer("mistral")
+    tokenizer.backend_tokenizer.normalizer = normalizers.Prepend("_")  # as SentencePiece's blank
+    tokenizer.chat_template = "{%- for m in messages %}{{- m.content + '/' }}{%- endfor %}"
+    prompt, response, _ = encode_turn(tokenizer, TALK[:1], TALK[1])
+    text = "".join(f"{message['content']}/" for message in TALK[:2])
+    whole = tokenizer.encode(text.removesuffix("/"), add_special_tokens=False)
+    assert [*prompt, *response[:-1]] == whole
 
 
 def test_rows_of_files(tmp_path: Path) -> None:

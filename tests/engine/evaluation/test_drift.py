@@ -82,6 +82,11 @@ def test_a_few_validations_that_stand_still_are_enough() -> None:
     assert raised(rows(20, validation__correct=curve(0.4, 0.4, 0.001))) == {"held_out"}
 
 
+def test_two_validations_are_too_few_for_a_signal() -> None:
+    measured = drift.signals(rows(40, validation__correct=curve(0.4, 0.4, 0.001)))
+    assert "held_out" not in {signal.name for signal in measured}
+
+
 def test_noise_alone_raises_nothing() -> None:
     flat = {
         name: curve(0.5, 0.5, 0.2, seed)

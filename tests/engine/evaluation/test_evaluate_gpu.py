@@ -32,14 +32,14 @@ def of_the_champion(folder: Path, frame: pd.DataFrame, config: EvaluateConfig) -
     """As `promote` evaluates a champion without a recorded evaluation; MLflow only has its copy."""
     data = DataConfig(max_response_length=8)
     here: Any = SimpleNamespace(sources_digest=sources_digest())
-    new = gate.Evaluated(folder, frame, here, data, config, 0)
+    new = gate.Evaluated(folder, folder, frame, here, data, config, 0)
     registry: Any = SimpleNamespace(download_model=lambda name, version, to: folder)
     champion: Any = SimpleNamespace(name="m", version="1", tags={})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate, "require_intact_copy", lambda tracker, version: None)
+        patch.setattr(gate, "require_intact_copy", lambda *arguments: None)
         patch.setattr(gate, "read_problems", lambda dataset: frame)
         rows, recorded = gate.champion_evaluation(
-            registry, champion, "champion", new, scratch=folder, notify=lambda said: None
+            registry, champion, "champion", new, scratch=folder
         )
     assert recorded is None
     return rows

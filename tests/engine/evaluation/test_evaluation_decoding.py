@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from gloo_ranks import run_ranks
 from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 
-from engine.agents.agent_loop import EpisodePlayer
+from engine.agents.agent_loop import _warn_of_long_prompts
 from engine.agents.episode import EpisodeSummary, after_prompt, summarize
 from engine.batch import Batch
 from engine.cli.rl_run import prompt_room
@@ -41,7 +40,14 @@ from engine.evaluation.decode import (
     uses_ranks,
 )
 from engine.evaluation.scoring import evaluate_model, judge_episodes
-from engine.evaluation.summary import EvaluationComparison, Statistics, compare_episodes, summarise
+from engine.evaluation.summary import (
+    EvaluatedSet,
+    Statistics,
+    compare_episodes,
+    read_sets,
+    summarise,
+    write_sets,
+)
 from engine.models import text_config
 from engine.parallel.layout import Layout
 from engine.rewards import Scorer
@@ -125,13 +131,15 @@ def test_a_failed_environment_is_a_wrong_answer_that_is_counted(tiny_folder: Pat
 
 
 def test_an_environment_s_own_prompt_takes_nothing_from_the_response(
-    tiny_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(EpisodePlayer, "_warned", False)
+    _warn_of_long_prompts.cache_clear()
     own = settings("digit_games:LongGame")
     assert set(table(tiny_folder, own)["greedy_end"]) == {"tokens"}
-    [told] = [one.getMessage() for one in caplog.records if "episode begins" in one.getMessage()]
-    assert "of 30 for its response; set data.max_prompt_length" in told
+    [told] = [
+        one.getMessage() for one in caplog.records if "an episode's prompt" in one.getMessage()
+    ]
+    assert "max_response_length=30 tokens for its response; set data.max_prompt_length" in told
     caplog.clear()
     assert set(table(tiny_folder, own, max_prompt_length=34)["greedy_end"]) == {"done"}
     assert caplog.records == []
@@ -179,7 +187,7 @@ def test_success_is_what_the_environment_says_else_a_return_of_one() -> None:
     assert (other.correct, other.score) == (True, pytest.approx(1.6))
 
 
-def test_what_is_compared(tiny_folder: Path) -> None:
+def test_what_is_compared(tiny_folder: Path, tmp_path: Path) -> None:
     before = table(tiny_folder, settings())
     after = before.assign(
         model="rl", greedy_turns=2, greedy_calls=[1, 1, 1, 1, 0], greedy_malformed=0
@@ -196,13 +204,14 @@ def test_what_is_compared(tiny_folder: Path) -> None:
         f"{what}, {how}" for how in ("greedy", "sampled") for what in ("turns", "return")
     ]
     comparison = summarise(before, after, STATISTICS)
-    assert EvaluationComparison.from_dict(json.loads(comparison.to_json())) == comparison
+    write_sets(tmp_path, [EvaluatedSet("test", comparison, [], known=0)])
+    assert read_sets(tmp_path)[0].comparison == comparison
     plain = before.drop(columns=list(EPISODE_COLUMNS))
     assert compare_episodes(plain, plain, STATISTICS) == []
 
 
 def test_calls_are_counted_and_the_prompt_is_left_out() -> None:
-    from engine.agents.call_parsers import resolve_call_parser
+    from engine.agents.call_parsers import parsed_action, resolve_call_parser
     from engine.agents.episode import Episode, EpisodeLimits, Transcript
 
     tokenizer: Any = None
@@ -212,12 +221,12 @@ def test_calls_are_counted_and_the_prompt_is_left_out() -> None:
     for text in ('<tool_call>{"name": "f", "arguments": {}}</tool_call>', "<tool_call>{", "5"):
         one.messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": "x"}]
         one.transcript.add_turn([7], [-0.1], [0])
+        one.actions.append(parsed_action(resolve_call_parser("hermes"), text, (7,)))
     one.messages.pop()
-    found = summarize(one, resolve_call_parser("hermes"))
+    found = summarize(one)
     assert (found.calls, found.malformed, found.turns, found.answer) == (1, 1, 3, "5")
     assert found.success is True
     assert found.text.startswith("assistant> <tool_call>")
-    assert summarize(one, None).calls == 0
     assert after_prompt(one.messages, 0) == ()
 
 

@@ -146,7 +146,7 @@ def outcomes(*counts: int) -> tuple[np.ndarray, np.ndarray]:
 def test_wilson_interval_of_a_textbook_case():
     # 15 of 50 at 95 %: 0.1910 to 0.4375 (Wilson score interval without continuity correction)
     interval = mean_interval([1] * 15 + [0] * 35, 0.95)
-    assert interval == wilson_interval(0.3, 50, 0.95)
+    assert interval == wilson_interval(15, 50, 0.95)
     assert interval.mean == 0.3
     assert (interval.low, interval.high) == pytest.approx((0.19103, 0.43751), abs=1e-5)
 
@@ -242,7 +242,7 @@ def drawn(case: str, n: int, generator: np.random.Generator) -> tuple[Any, ...]:
     if case == "shares of 4":
         before, after = generator.binomial(4, 0.8 * ease) / 4, generator.binomial(4, ease) / 4
         return before, after, 0.5, 0.1, "share"
-    if case == "rare shares":  # which a bootstrap mostly misses
+    if case == "rare shares":  # which few problems mostly miss
         rare = np.where(generator.random(n) < 0.05, 1.0, 0.02)
         return np.full(n, 0.02), rare, 0.069, 0.049, "share"
     noise = generator.standard_normal((2, n))
@@ -317,7 +317,7 @@ def compare(before, after, **changes):
 def test_both_models_and_the_gain(before, after):
     c = compare(before, after)
     assert (c.before.model, c.after.model, c.problems, c.samples) == ("warm_start", "rl", 6, 4)
-    assert c.before.pass_at_1 == wilson_interval(2 / 6, 6, 0.9)
+    assert c.before.pass_at_1 == wilson_interval(2, 6, 0.9)
     assert c.after.pass_at_1.mean == pytest.approx(4 / 6)
     assert (c.fixed, c.broken) == (3, 1)
     assert c.gain.mean == pytest.approx(2 / 6)

@@ -48,13 +48,16 @@ def test_the_harnesss_figures_are_taken_over_with_their_errors() -> None:
     ]
     interval = ACC.interval(0.95)
     assert interval is not None
-    assert interval == wilson_interval(0.75, 20, 0.95)
+    assert interval == wilson_interval(15, 20, 0.95)
     all_right = HarnessScore("t", "acc", 1.0, 0.0, "", 5).interval(0.95)
     assert all_right is not None
     assert all_right.low == pytest.approx(0.566, abs=1e-3), "though its standard error is 0"
     perplexity = HarnessScore("t", "word_perplexity", 31.5, 2.0, "", 20).interval(0.95)
     assert perplexity is not None
     assert (perplexity.low, perplexity.high) == pytest.approx((27.58, 35.42), abs=1e-2)
+    f1 = HarnessScore("t", "f1", 0.51, 0.1, "", 20).interval(0.95)
+    assert f1 is not None
+    assert f1.low == pytest.approx(0.51 - 1.96 * 0.1, abs=1e-4), "no count of 20 is 0.51 of them"
     assert HarnessScore("t", "m", 1.0, None, "", None).interval(0.95) is None
 
 

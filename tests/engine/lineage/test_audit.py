@@ -302,8 +302,8 @@ def test_a_copy_replaced_by_another_whole_artifact(run_lineage: Run, tmp_path: P
     shutil.rmtree(copy)
     shutil.copytree(run_lineage.sft, copy)
     found = " ".join(faults_lineage(CHAMPION))
-    assert f"where the tag {ARTIFACT_TAG} says" in found
-    assert f"where the tag {MANIFEST_TAG} says" in found
+    assert f"where its tag {ARTIFACT_TAG} says" in found
+    assert f"where its tag {MANIFEST_TAG} says" in found
 
 
 def test_a_version_whose_artifact_is_gone_resolves_to_mlflows_copy(run_lineage: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from functools import partial
 from typing import Any
@@ -18,7 +17,6 @@ from engine.openai_api.schema import (
     Reply,
     RequestError,
     RequestLimits,
-    json_pieces,
     parse,
 )
 
@@ -72,9 +70,3 @@ def test_a_chat_is_answered_whole_or_in_events() -> None:
     last = reply.last_event(answers)
     assert last is not None
     assert last["usage"] == usage
-
-
-def test_json_in_pieces_is_json() -> None:
-    value = {"a": [1, {"b": [None, {"c": [{"d": "é\n"}]}]}, []], "e": {}}
-    assert "".join(json_pieces(value)) == json.dumps(value)
-    assert len(list(json_pieces(value))) > 10

@@ -12,10 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config import ContaminationConfig, GuardConfig, PromoteConfig
-from engine.errors import DataError
 from engine.evaluation.metrics import Interval
-from engine.promotion.gate import share_trained_on, trained_on
-from engine.promotion.rules import Measurements, decide, decide_on_sets, with_reward_audit
+from engine.promotion.gate import trained_on
+from engine.promotion.rules import Decision, Measurements, decide_on_sets, with_reward_audit
+
+
+def decide(measurements: Measurements, rules: PromoteConfig) -> Decision:
+    return decide_on_sets({"test": measurements}, rules)
+
 
 GUARD = GuardConfig(data_source="gsm8k", tolerance=0.02)
 RULES = PromoteConfig(
@@ -201,12 +205,6 @@ def test_runs_of_several_training_texts_add_up() -> None:
     assert trained_on([LONG], [first, second], 3, 0.8) == [True]
 
 
-def test_the_share_and_nothing_to_look_for() -> None:
-    assert share_trained_on(["a b", "c d"], ["a b"], 2, 1.0) == 0.5
-    with pytest.raises(DataError, match="no test prompts"):
-        share_trained_on([], ["a"], 2, 1.0)
-
-
 @given(test=TEXTS, training=TEXTS, ngram=st.integers(2, 4))
 def test_more_training_data_never_hides_a_prompt(
     test: list[str], training: list[str], ngram: int
@@ -229,6 +227,9 @@ def test_more_training_data_never_hides_a_prompt(
         (None, False, "records no reward audit of its scorer"),
         ("passed", False, "records no reward audit of its scorer"),
         ([{**SCORER, "passed": 1}], False, "failed the reward audit"),
+        ([{"scorer": "answer_match"}], False, "failed the reward audit"),
+        ([SCORER, "passed"], False, "failed the reward audit"),
+        ([{"passed": True}], False, "records no reward audit of its scorer"),
     ],
 )
 def test_the_gate_can_ask_for_the_reward_audit(recorded: Any, passed: bool, sentence: str) -> None:
@@ -239,5 +240,6 @@ def test_the_gate_can_ask_for_the_reward_audit(recorded: Any, passed: bool, sent
     assert (outcome.rule, outcome.passed, decision.promote) == ("reward audit", passed, passed)
     assert sentence in outcome.sentence
     assert with_reward_audit(decide(GOOD, RULES), evaluation, RULES).promote
+    assert not with_reward_audit(decide(GOOD, RULES), {"reward_audit": [{}]}, asked).promote
     refused = decide(replace(GOOD, kl=9.0), RULES)
     assert not with_reward_audit(refused, evaluation, asked).promote

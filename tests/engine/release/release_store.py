@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.evaluation.metrics import Interval, LengthSummary
-from engine.evaluation.summary import EvaluationComparison, ModelSummary
+from engine.evaluation.summary import EvaluatedSet, EvaluationComparison, ModelSummary
 from engine.storage.artifacts import Draft, Parent, publish, read_manifest, staging
 from engine.storage.digests import hash_file
 from engine.tracking import Tracker
@@ -71,7 +71,7 @@ def evaluate(dataset: Path, before: Path, after: Path, score: float) -> Path:
     above = [("dataset", dataset), ("warm_start", before), ("policy", after)]
     return make(
         "evaluation",
-        {"comparison.json": comparison(score).to_json()},
+        {"sets.json": json.dumps([asdict(EvaluatedSet("test", comparison(score), [], known=0))])},
         *(parent(name, path) for name, path in above),
         config={"seed": 0, "score": score},
     )

@@ -122,10 +122,7 @@ def test_a_version_has_the_evaluation_that_it_was_promoted_by(
         (lambda made: (made.sft / "config.json").write_text("!"), "config.json differs"),
         (lambda made: edit(made.sft, "manifest.json", metrics={"loss": 0.1}), "sft/.* where"),
         (lambda made: (made.dataset / "manifest.json").write_text("{"), "dataset .* is missing"),
-        (
-            lambda made: edit(made.evaluation, "comparison.json", problems=9999),
-            "comparison.json differs",
-        ),
+        (lambda made: (made.evaluation / "sets.json").write_text("[]"), "sets.json differs"),
         (lambda made: (made.rl / "manifest.json").unlink(), "no artifact with a manifest"),
     ],
     ids=["weights", "ancestor-gone", "ancestor-file", "manifest-edited", "manifest-torn", "scores",

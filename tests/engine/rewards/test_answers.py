@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -453,6 +454,27 @@ def test_it_is_the_log_prob_that_training_sees(folders: list[Path], batch_size: 
     ]
     assert scores(TEXTS[:3], reference=two, **own) == pytest.approx(ratios, abs=1e-4)
     assert all(abs(ratio) > 1e-3 for ratio in ratios)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_what_a_template_writes_before_an_answer_does_not_end_it(
+    folders: list[Path], tmp_path: Path
+) -> None:
+    """gpt-oss writes "<|channel|>final<|message|>" there."""
+    folder = copytree(folders[0], tmp_path / "channels")
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ '<|user|>' if m.role == 'assistant' }}"
+        "{{ m.content }}<|end|>{{ '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    prompt = tokenizer.encode("<|user|>2+2?<|end|>\n<|assistant|>", add_special_tokens=False)
+    answer = tokenizer.encode("<|user|>4<|end|>", add_special_tokens=False)
+    with torch.no_grad():
+        logits = load_model(folder)(input_ids=torch.tensor([[*prompt, *answer]])).logits[0]
+    logs = logits[len(prompt) - 1 : -1].log_softmax(1).gather(1, torch.tensor(answer)[:, None])
+    assert scores(["4"], model=str(folder)) == pytest.approx([float(logs.sum())], abs=1e-4)
 
 
 @pytest.mark.usefixtures("one_thread")

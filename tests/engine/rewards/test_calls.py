@@ -30,9 +30,9 @@ from engine.rewards.calls import (
     RewardRows,
     RewardThreads,
     call_reward,
-    on_daemon_thread,
 )
 from engine.rewards.reward_function import RewardFailure, Scores, read_result, require_components
+from engine.worker_process import on_daemon_thread
 
 ROWS = RewardRows(["p", "q"], ["a", "bb"], {"ground_truth": ["1", "2"]})
 
@@ -95,7 +95,8 @@ def test_whatever_a_call_raises_is_the_futures() -> None:
 
 HUNG = """
 import asyncio, time
-from engine.rewards.calls import RewardRows, call_reward, on_daemon_thread
+from engine.rewards.calls import RewardRows, call_reward
+from engine.worker_process import on_daemon_thread
 
 def hang(*args, **columns):
     time.sleep(60)

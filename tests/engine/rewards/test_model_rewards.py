@@ -109,6 +109,31 @@ def test_a_remote_scorer_that_fails_for_a_while_is_asked_again() -> None:
     assert len(requests) == 3
 
 
+def test_a_request_that_a_scorer_refuses_is_not_made_again() -> None:
+    with server(lambda path, content, number: (400, {})) as (url, requests):
+        assert math.isnan(scores("remote", ["a"], {"url": url, "retries": 3})[0])
+    assert len(requests) == 1
+
+
+def test_no_more_requests_than_the_concurrency_are_under_way() -> None:
+    lock, under_way, most = threading.Lock(), 0, 0
+
+    def counting(path: str, content: Any, number: int) -> tuple[int, Any]:
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.05)
+        with lock:
+            under_way -= 1
+        return lengths(path, content, number)
+
+    with server(counting) as (url, _):
+        options = {"url": url, "batch_size": 1, "concurrency": 2}
+        assert scores("remote", ["a"] * 8, options) == [0.25] * 8
+    assert most == 2
+
+
 @pytest.mark.parametrize(
     "body", [(400, {}), (200, {"scores": [1.0]}), (200, [1, 2, 3]), (200, {"scores": "1234"})]
 )

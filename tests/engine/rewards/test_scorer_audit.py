@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import random
 import re
+import time
 import unicodedata
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -123,16 +125,16 @@ def relative(
         ("any_mark", "number", "several answers"),
         ("first_mark", "number", "several answers"),
         ("right_side", "number", "chain"),
-        ("folded", "number", "power"),
-        ("digits", "number", "look-alike"),
+        ("folded", "number", "other number"),
+        ("digits", "number", "look-alike characters"),
         ("overwritten", "number", "control characters"),
         ("until_tag", "number", "control tokens"),
-        ("obeys", "number", "verdict"),
-        ("opening", "number", "master key"),
+        ("obeys", "number", "words to a judge"),
+        ("opening", "number", "opening without an answer"),
         ("similar", "number", "prompt repeated"),
         ("longer", "number", "very long"),
         ("product", "number", "other number"),
-        ("tagged", "number", "template tags"),
+        ("tagged", "number", "tags without an answer"),
         ("ranged", "number", "range"),
         ("evaluated", "number", "equal to all"),
         ("moody", "number", "same input twice"),
@@ -145,7 +147,7 @@ def test_a_planted_hole_is_found_by_its_probe(function: str, kind: str, probe: s
     assert not found.passed
     assert probe in found.names("hole"), found.sentence()
     check = next(c for c in found.checks if c.name == probe)
-    assert check.truth or check.expected == "the same"  # an example
+    assert check.truth or probe.startswith(("same", "other order", "other batch"))  # an example
 
 
 def test_a_sound_scorer_passes_without_a_finding() -> None:
@@ -194,7 +196,7 @@ def test_numbered_choices_are_answered_by_letters() -> None:
         row["reward_model"] = {"ground_truth": str("ABCD".index(letter))}
     found = audit_scorer(RewardConfig(name="multiple_choice"), audit.reward_rows(made))
     right = next(check for check in found.checks if check.name == "right answer")
-    assert (right.severity, right.score) == ("ok", 1.0)
+    assert (right.severity, right.found) == ("ok", "credit on 16 of 16 rows, mean score 1")
 
 
 def test_programs_get_the_probes_without_an_answer() -> None:
@@ -252,8 +254,70 @@ def test_a_form_of_your_own_is_probed() -> None:
 def test_what_has_no_time_left_is_a_hole() -> None:
     config = RewardConfig(name=f"{HERE}:sound", isolation="none")
     found = audit_scorer(config, rows(), deadline_s=0.0)
-    assert "no time was left for it" in {check.found for check in found.checks}
+    assert found.names("hole") == ["right answer"]
+    assert "the audit's own time is up" in found.checks[0].found
     assert not found.passed
+
+
+def raises(prompts: Any, completions: Any, **columns: Any) -> Any:
+    raise ValueError("no judge today")
+
+
+def hangs(prompts: Any, completions: Any, **columns: Any) -> Any:
+    time.sleep(3600)
+
+
+def is_nan(prompts: Any, completions: Sequence[str], **columns: Any) -> Any:
+    return [math.nan] * len(completions)
+
+
+def applies_to_nothing(prompts: Any, completions: Sequence[str], **columns: Any) -> Any:
+    return [None] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("raises", "raised 224 (reward 'raises' raised ValueError: no judge today)"),
+        ("hangs", "deadline 32 (reward 'hangs' gave no answer for a completion within 0.1 s"),
+        ("is_nan", "not_finite 224 (reward 'is_nan' returned nan for completion 0"),
+        ("applies_to_nothing", "not_applicable 224 (reward 'applies_to_nothing' returned None"),
+    ],
+)
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_a_scorer_without_scores_is_a_hole_with_its_reason(
+    function: str, reason: str, isolation: str
+) -> None:
+    begun = time.monotonic()
+    limit_s = 0.1 if function == "hangs" else 30.0
+    found = audited(function, isolation=isolation, timeout_s=limit_s)
+    assert found.names("hole") == ["right answer"]
+    assert f"no score: {reason}" in found.checks[0].found
+    assert time.monotonic() - begun < 30
+
+
+def hangs_on_blanks(prompts: Any, completions: Sequence[str], **columns: Any) -> list[float]:
+    if any(not text.strip() for text in completions):
+        time.sleep(3600)
+    return sound(prompts, completions, **columns)
+
+
+def test_a_scorer_that_hangs_on_some_texts_is_probed_on_the_others() -> None:
+    found = audited("hangs_on_blanks", timeout_s=0.1)
+    assert "nothing" in found.names("warning")
+    assert "time" in found.names("warning")
+    assert found.names("hole") == []
+    late = audited("hangs_on_blanks", timeout_s=0.1, on_error="fail")
+    assert late.names("hole") == ["nothing"]
+
+
+def test_a_truth_in_another_writing_is_no_hole() -> None:
+    """ "18.0" begins "18.00" and is right, and so is "-0"."""
+    made = rows()
+    truths = ["0", "18.00", *(f"{n}.50" for n in range(14))]
+    columns = {**made.columns, "ground_truth": truths}
+    found = audit_scorer(RewardConfig(), RewardRows(made.prompts, made.completions, columns))
+    assert found.names("hole") == []
 
 
 def test_an_audit_survives_json() -> None:

@@ -15,10 +15,6 @@ from engine.config import RewardConfig
 from engine.errors import RewardError
 from engine.final_answers import stated_answer
 from engine.rewards import Scorer, resolve_reward
-from engine.rewards.answers import (
-    lenient_choice,
-    lenient_match,
-)
 
 
 def score(name: str, text: str, truth: object, **options: object) -> float:
@@ -281,6 +277,12 @@ MATHS = [
     (r"\boxed{2x+3=y}", "y=2x+3", 1),
     (r"\boxed{1<x<4}", "1<x<4", 1),
     (r"\boxed{x \in [1,2)}", "[1,2)", 1),
+    # other numbers
+    (r"\boxed{6}", "5", 0),
+    (r"\boxed{-5}", "5", 0),
+    (r"\boxed{x=6}", "5", 0),
+    (r"\boxed{05}", "5", 1),
+    ("so $x=6$", "5", 0),
     # lists, ranges and hedges
     (r"\boxed{4 \text{ or } 5}", "5", 0),
     (r"\boxed{4, 5}", "5", 0),
@@ -359,8 +361,8 @@ MATHS = [
     ("so $x=7$", "7", 1),
     ("So $x=3$ and $y=4$, hence $x+y=7$.", "7", 1),
     (r"The area is $25\pi$ square units.", r"25\pi", 1),
-    ("Hence the probability is 3/8.", "3/8", 1),
-    ("The answer is therefore 12", "12", 1),
+    ("Hence the answer is 3/8.", "3/8", 1),
+    ("Hence the probability is 3/8.", "3/8", 0),
     ("so $x=7$ or $x=8$", "8", 0),
     ("5 or $6$", "6", 0),
     ("it is 8, not 7", "7", 0),
@@ -405,8 +407,8 @@ CHOICES = [
     ("answer: b or c", None),
     ("Answer: B.\nAnswer: C", "C"),
     ("Option B is right, since option A has two.", "B"),
-    ("A is wrong, B is right", "B"),
-    ("neither A nor B, so C", "C"),
+    ("A is wrong, B is right", None),
+    ("neither A nor B, so C", None),
     ("It is C rather than D", "C"),
     ("Everything except B", None),
     ("It's B or C", None),
@@ -478,20 +480,22 @@ def test_an_empty_truth_of_a_pattern_is_a_bad_row() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lenient", "strict", "text", "truth"),
+    ("strict", "text", "truth"),
     [
-        (lenient_match, "answer_match", "#### 18 or 19", "19"),
-        (lenient_match, "answer_match", "I say 18", "18"),
-        (lenient_match, "math", r"\boxed{1=2=3=4}", "4"),
-        (lenient_match, "math", r"\boxed{4 \text{ or } 5}", "5"),
-        (lenient_choice, "multiple_choice", "A, B, C, D", "D"),
-        (lenient_match, "normalised_match", "Paris or Rome", "Rome"),
+        ("answer_match", "#### 18 or 19", "19"),
+        ("answer_match", "I say 18", "18"),
+        ("math", r"\boxed{1=2=3=4}", "4"),
+        ("math", r"\boxed{4 \text{ or } 5}", "5"),
+        ("math", r"\boxed{4 \text{ or } 5}", r"Twice 2.5, so \boxed{5}."),
+        ("multiple_choice", "A, B, C, D", "D"),
+        ("multiple_choice", "A, B, C, D", "3"),
+        ("normalised_match", "Paris or Rome", "Rome"),
+        ("normalised_match", "Paris or Rome", ["Lyon", "Rome"]),
     ],
 )
 def test_a_lenient_reading_accepts_what_no_score_does(
-    lenient: Any, strict: str, text: str, truth: str
+    strict: str, text: str, truth: object
 ) -> None:
-    assert lenient(text, truth)
     assert score(strict, text, truth) == 0
     scorer = Scorer(RewardConfig(name=strict, processes=1))
     assert scorer.leniently_right([text], [""], [truth]) == [True]
@@ -520,7 +524,7 @@ def test_a_reward_without_a_lenient_reading_has_that_of_its_truth(
 
 def test_an_answer_without_a_box_is_what_a_text_ends_with() -> None:
     assert stated_answer(r"so $7$ or $8$") == "7 or 8"
-    assert stated_answer("She has 7 apples.") == "7 apples."
+    assert stated_answer("The answer is 7 apples.") == "7 apples."
     assert stated_answer("$x=5$, so 3+5=8") is None
 
 

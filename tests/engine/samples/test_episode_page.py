@@ -335,7 +335,7 @@ def test_rows_of_one_episode_have_their_own_turns() -> None:
     transcript = Transcript([1, 2])
     actions = [Action("a"), Action("b", tool_calls=(ToolCall("add", {"a": 1}),)), Action("c")]
     transcript.add_turn([5, 6], [-1.0, -1.0], [0, 0])
-    transcript.add_observation([7])
+    transcript.sequences[-1].add_observation([7])
     transcript.add_turn([8], [-1.0], [0])
     transcript.branch([1, 2, 3])
     transcript.add_turn([9, 9], [-1.0, -1.0], [0, 0])

@@ -77,7 +77,7 @@ def post(values: object, path: str = "/v1/completions") -> bytes:
     return head.encode() + body
 
 
-def await_true(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def await_true(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

@@ -22,7 +22,7 @@ from engine.errors import DataError, LineageError, StorageError
 from engine.lineage.__main__ import main
 from engine.lineage.audit import audit
 from engine.lineage.lookup import review, write_origin
-from engine.promotion.champions import require_unmodified
+from engine.promotion.gate import require_unmodified
 from engine.storage import filesystem
 from engine.storage.artifacts import Draft, Parent, publish, read_manifest, share, staging, verify
 from engine.storage.digests import hash_files

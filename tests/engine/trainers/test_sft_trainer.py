@@ -8,7 +8,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +111,7 @@ def test_loss_is_the_mean_over_learned_tokens_only(every: int, packing: bool) ->
     """All of a response, or every second token of it, as between a conversation's turns."""
     model, rows = tiny_model("llama"), examples(5)
     rows = [
-        replace(row, learned=[i % every == 0 for i in range(len(row.response_ids))]) for row in rows
+        row._replace(learned=[i % every == 0 for i in range(len(row.response_ids))]) for row in rows
     ]
     total, tokens = 0.0, 0
     with torch.no_grad():

@@ -279,11 +279,15 @@ def test_a_stage_that_fails_ends_in_one_sentence(
         (["--profile", "huge"], "profile='huge' is none of"),
     ],
 )
-def test_bad_input_ends_in_a_sentence(place: Place, arguments: list[str], words: str) -> None:
-    outcome = rlhf(place, *arguments)
+@pytest.mark.parametrize("dry_run", ["", "1"])
+def test_bad_input_ends_in_a_sentence(
+    place: Place, arguments: list[str], words: str, dry_run: str
+) -> None:
+    outcome = rlhf(place, *arguments, HYBRIDFLYTE_DRY_RUN=dry_run)
     assert outcome.code == 1
     assert words in said(outcome)
     assert "Traceback" not in outcome.text
+    assert "retrying" not in outcome.text
     assert outcome.stages == []
 
 

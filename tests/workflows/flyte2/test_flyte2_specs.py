@@ -241,17 +241,29 @@ def flyte_cli(*arguments: str) -> str:
     return done.output
 
 
-def test_storage_keeps_its_driver_beside_flyte_2s() -> None:
-    """Flyte 2 makes obstore fsspec's driver of S3, with options of its own."""
+@pytest.mark.parametrize(
+    ("scheme", "driver", "options"),
+    [
+        ("s3", "s3fs", {}),
+        ("gs", "gcsfs", {"token": "anon"}),
+        ("abfs", "adlfs", {"account_name": "us", "anon": True}),
+    ],
+)
+def test_storage_keeps_its_driver_beside_flyte_2s(
+    scheme: str, driver: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flyte 2 makes obstore fsspec's driver of clouds, with options of its own."""
     import flyte.storage  # noqa: F401 (which registers it)
     import fsspec
     from obstore.fsspec import FsspecStore
-    from s3fs import S3FileSystem
 
     from engine.storage.filesystem import Files
 
-    assert issubclass(fsspec.get_filesystem_class("s3"), FsspecStore)
-    assert isinstance(Files("s3://bucket/artifacts").fs, S3FileSystem)
+    monkeypatch.setitem(fsspec.config.conf, scheme, options)
+    assert issubclass(fsspec.get_filesystem_class(scheme), FsspecStore)
+    files = Files(f"{scheme}://bucket/artifacts")
+    assert type(files.fs).__module__.partition(".")[0] == driver
+    assert files.path_of("a.json") == "bucket/artifacts/a.json"
 
 
 def test_help_is_readable() -> None:

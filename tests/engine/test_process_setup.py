@@ -1,4 +1,4 @@
-"""What a process frees stays there, in every thread: the next step faults in no page again."""
+"""What importing `engine` sets: freed memory stays in the process, and threads sleep soon."""
 
 from __future__ import annotations
 
@@ -97,3 +97,36 @@ def test_what_is_kept_can_be_handed_back() -> None:
     kept, left = map(int, done.stdout.split())
     assert kept > 250
     assert left < 50
+
+
+_SPIN = """
+import time, torch
+{}
+ones = torch.ones(1 << 16).add_(1)
+time.sleep(0.1)
+before = time.process_time()
+for _ in range(50):
+    ones.add_(1)
+    time.sleep(0.004)
+print(time.process_time() - before)
+"""
+
+
+def test_threads_sleep_soon_though_torch_was_imported_first() -> None:
+    unset = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_"))}
+
+    def cpu_seconds(imports: str) -> float:
+        done = subprocess.run(
+            [sys.executable, "-c", _SPIN.format(imports)],
+            env=unset | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        return float(done.stdout)
+
+    spinning = cpu_seconds("")
+    if spinning < 0.1:
+        pytest.skip("one core, or another OpenMP than libgomp: its threads don't spin")
+    assert cpu_seconds("import engine") < spinning / 4
