@@ -211,7 +211,6 @@ def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     ranks, rl, notices = config.run.ranks, config.rl, list[str]()
     actor, critic, reference = rl.actor.parallel, rl.critic.parallel, rl.reference
-    stays = {"offload_params": False}
     samplers: dict[str, object] = {}
     if ranks is not None:
         if ranks > 1 and rl.trainer.mode in _AHEAD and not rl.trainer.pools:
@@ -223,18 +222,19 @@ def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
             )
         actor = _filled("actor", actor, ranks)
     alone = actor.fsdp * actor.sp == 1
-    if actor.offload_params and alone and ranks is not None:
-        actor = actor.replaced(stays)
-        notices.append("actor.parallel.offload_params has no effect on one rank: weights stay")
+    for name in ("offload_params", "offload_policy"):
+        if getattr(actor, name) and alone and ranks is not None:
+            actor = actor.replaced({name: False})
+            notices.append(f"actor.parallel.{name} has no effect on one rank: weights stay")
     if critic is not None:
         if not critic.model_fields_set.intersection(AXES):  # only other settings were given
             critic = critic.replaced({axis: getattr(actor, axis) for axis in AXES})
         elif ranks is not None:
             critic = _filled("critic", critic, ranks)
-        if critic.offload_params and critic.fsdp * critic.sp == 1:
-            critic = critic.replaced(stays)
+        if critic.fsdp * critic.sp == 1:
+            critic = critic.replaced({"offload_params": False, "offload_policy": False})
     if reference.offload_params and alone:
-        reference = reference.replaced(stays)
+        reference = reference.replaced({"offload_params": False})
         notices.append("reference.offload_params has no effect on one rank: its weights stay")
     layouts = {"rl.actor.parallel": actor, "rl.critic.parallel": critic, "rl.reference": reference}
     return config.replaced(layouts | samplers), notices

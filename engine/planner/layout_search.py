@@ -95,7 +95,7 @@ class PricedCandidate:
     def order(self) -> tuple[float | int, ...]:
         """A key that sorts by price, then larger micro-batches first, then the plainest."""
         c, price = self.candidate, self.price
-        flags = c.offload_params + c.offload_optimizer + c.activation_checkpointing
+        flags = c.offload_policy + c.offload_optimizer + c.activation_checkpointing
         return price.total, price.trainer, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values()
 
 
@@ -165,11 +165,11 @@ def fitted(
     None where the layout can't offload so.
     """
     options = _options(work, candidate.layout, candidate.rollout_tp, allocation, fixed)
-    offload = (fixed.offload_params, fixed.offload_optimizer)
+    offload = (fixed.offload_policy, fixed.offload_optimizer)
     as_set = (
         priced
         for priced in options
-        if (priced.candidate.offload_params, priced.candidate.offload_optimizer) == offload
+        if (priced.candidate.offload_policy, priced.candidate.offload_optimizer) == offload
     )
     return min(as_set, key=lambda p: (max(0.0, p.excess_bytes), p.order), default=None)
 
@@ -227,8 +227,8 @@ def _rollout_sizes(
 def _offloads(
     layout: Layout, allocation: Allocation, fixed: FixedSettings
 ) -> list[tuple[bool, bool]]:
-    """Return pairs of offload_params and offload_optimizer; without a GPU nothing can move."""
-    least = (fixed.offload_params, fixed.offload_optimizer)
+    """Return pairs of offload_policy and offload_optimizer; without a GPU nothing can move."""
+    least = (fixed.offload_policy, fixed.offload_optimizer)
     if not allocation.gpus:
         return [least]
     sharded = layout.fsdp * layout.sp > 1

@@ -166,7 +166,7 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
     matrix = work.shape.hidden * work.shape.intermediate * work.weight_bytes
     if work.quantized:
         host += policy + matrix
-    if candidate.offload_params:
+    if candidate.offload_policy:
         host += weights + gradients + moments
         weights = gradients = moments = 0.0
     elif candidate.offload_optimizer:

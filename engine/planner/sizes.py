@@ -102,7 +102,7 @@ class Candidate:
     layout: Layout
     rollout_tp: int = 1
     tokens: int = 16384  # of a micro-batch
-    offload_params: bool = False
+    offload_policy: bool = False
     offload_optimizer: bool = False
     activation_checkpointing: bool = False
     sequence_parallel: bool = True
@@ -121,7 +121,7 @@ class Candidate:
     def memory_options(self) -> str:
         """Return what is offloaded to CPU memory, and what is recomputed."""
         names = {
-            "offload weights": self.offload_params,
+            "offload weights": self.offload_policy,
             "offload moments": self.offload_optimizer,
             "recompute": self.activation_checkpointing,
         }
@@ -139,7 +139,7 @@ class FixedSettings:
     axes: dict[str, int] = field(default_factory=dict)  # e.g. {"tp": 2}
     rollout_tp: int | None = None
     tokens: int | None = None
-    offload_params: bool = False  # True: set by the user; the planner may add it otherwise
+    offload_policy: bool = False  # True: set by the user; the planner may add it otherwise
     offload_optimizer: bool = False
     activation_checkpointing: bool | None = None  # None: open
     rollout_memory: bool = False  # rows at once, or the engine's share of a GPU
@@ -149,7 +149,7 @@ class FixedSettings:
         parts = [f"{axis}={size}" for axis, size in self.axes.items()]
         parts += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
         parts += [f"{self.tokens} tokens"] if self.tokens else []
-        flags = ("offload_params", "offload_optimizer", "activation_checkpointing")
+        flags = ("offload_policy", "offload_optimizer", "activation_checkpointing")
         return ", ".join([*parts, *(name for name in flags if getattr(self, name))])
 
 

@@ -37,7 +37,7 @@ from engine.trainers.layout_checks import check_layouts
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MEMORY_OPTIONS = ("offload_params", "activation_checkpointing", "offload_optimizer")
+_MEMORY_OPTIONS = ("offload_policy", "activation_checkpointing", "offload_optimizer")
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
@@ -204,7 +204,7 @@ def _card(config: RLConfig) -> tuple[str, int]:
 def _with_memory(config: RLConfig, chosen: PricedCandidate, roles: Collection[str]) -> RLConfig:
     """The settings with what a plan keeps, computes again and offloads, and rollout's memory."""
     candidate, work, changes = chosen.candidate, chosen.work, dict[str, object]()
-    for name in ("offload_params", "offload_optimizer"):
+    for name in ("offload_policy", "offload_optimizer"):
         changes[f"actor.parallel.{name}"] = getattr(candidate, name)
     for role in ("actor", "critic") if "critic" in roles else ("actor",):
         section = getattr(config, role)
@@ -316,7 +316,7 @@ def fixed_settings(config: RLConfig) -> planner.FixedSettings:
         axes={axis: size for axis, size in axes.items() if size != getattr(ParallelConfig(), axis)},
         rollout_tp=candidate.rollout_tp if candidate.rollout_tp > 1 else None,
         tokens=None if candidate.tokens == BUDGET else candidate.tokens,
-        offload_params=candidate.offload_params,
+        offload_policy=candidate.offload_policy,
         offload_optimizer=candidate.offload_optimizer,
         activation_checkpointing=parallel.activation_checkpointing,
         rollout_memory=rollout.max_num_seqs != defaults.max_num_seqs

@@ -327,7 +327,7 @@ def _one_rank(config: RLConfig) -> RLConfig:
     actor, critic = config.actor, config.critic
     one = {
         **dict.fromkeys(("dp", "fsdp", "sp", "tp", "pp"), 1),
-        **dict.fromkeys(("offload_params", "offload_optimizer"), False),
+        **dict.fromkeys(("offload_params", "offload_policy", "offload_optimizer"), False),
     }
     changes = {
         "actor": {"parallel": actor.parallel.model_copy(update=one)},

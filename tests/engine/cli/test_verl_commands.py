@@ -267,12 +267,14 @@ def test_gpus_of_a_node_are_split_without_pools(tmp_path: Path, tiny_folder: Pat
 def test_one_rank_keeps_what_only_fsdp_can_offload() -> None:
     offload = ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "critic.optim.lr=1")
     offload += ("actor_rollout_ref.ref.fsdp_config.param_offload=True",)
+    offload += ("actor_rollout_ref.actor.fsdp_config.offload_policy=True",)
     resolved = resolve(None, [*offload, "trainer.n_gpus_per_node=1"])
     assert not resolved.config.rl.actor.parallel.offload_params
     assert not resolved.config.rl.reference.offload_params
-    assert sum("on one rank" in notice for notice in resolved.notices) == 2
+    assert sum("on one rank" in notice for notice in resolved.notices) == 3
     two = resolve(None, [*offload, "trainer.n_gpus_per_node=2"]).config.rl
     assert two.actor.parallel.offload_params
+    assert two.actor.parallel.offload_policy
     assert two.reference.offload_params
 
 

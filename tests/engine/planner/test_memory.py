@@ -266,7 +266,7 @@ def test_what_each_setting_saves() -> None:
     assert four.weights == plain.weights / 4
     assert four.rollout == plain.weights / 2
     assert plain.rollout == 0  # decodes with the trainer's storage
-    lower = estimate(work, Candidate(Layout(fsdp=4), offload_params=True), gpu=True)
+    lower = estimate(work, Candidate(Layout(fsdp=4), offload_policy=True), gpu=True)
     assert lower.weights == lower.moments == lower.gradients == 0.0
     assert lower.host > four.host
     adapted = Workload(shape, 64, 4, 64, 64, adapters=1000)
