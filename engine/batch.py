@@ -2,8 +2,7 @@
 
 A `Batch` is a table of tensors and columns with one row a completion, a `Future` the result of a
 call on ranks, and a `LazyBatch` a union of both: it waits only when a field is read. A worker group
-gets its futures themselves, so rows go from worker to worker and not through the controller. How
-calls reach ranks is in `controller`; padding of token lists into tensors in `engine.data.collate`.
+gets its futures themselves, so rows go from worker to worker and not through the controller.
 
 Prompts are padded on the left to P, responses on the right to R, so the response always starts at
 column P of `input_ids`.
@@ -373,9 +372,7 @@ class LazyBatch:
     def __or__(self, other: BatchLike | dict[str, Tensor]) -> LazyBatch:
         if isinstance(other, LazyBatch):
             return LazyBatch(*self.pieces, *other.pieces)
-        if isinstance(other, dict):
-            other = Batch(other)
-        return LazyBatch(*self.pieces, other)
+        return LazyBatch(*self.pieces, Batch(other) if isinstance(other, dict) else other)
 
     def resolve(self) -> Batch:
         """Wait for all pieces and return them as one batch (later pieces win)."""

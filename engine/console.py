@@ -235,12 +235,11 @@ def human_time(seconds: float) -> str:
     """Return a duration for people: `0.4 s`, `37 s`, `4 min 05 s`, `2 h 07 min`."""
     if seconds < 10:
         return f"{seconds:.1f} s"
-    rounded = round(seconds)
+    rounded, minutes = round(seconds), round(seconds / 60)
     if rounded < 60:
         return f"{rounded} s"
     if rounded < 3600:
         return f"{rounded // 60} min {rounded % 60:02d} s"
-    minutes = round(seconds / 60)
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 

@@ -2,10 +2,8 @@
 
 The run holds a `WorkerProcess`, and exchanges pickled messages with a service in it, each with a
 deadline. Between them stands a guard, a process with one thread, which runs no code of users and so
-can't hang. It forks the worker, so that one that is started again has its modules at once, and
-relays its stderr. All orphans below the guard become its children, whatever sessions they opened:
-none outlives the worker, and nothing outlives the run, however that ends. Imports neither torch nor
-pydantic.
+can't hang. It forks the worker and relays its stderr. All orphans below the guard become its
+children: none outlives the worker, and nothing the run. Imports neither torch nor pydantic.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Failure handlers: record the cause in MLflow and end the runs that are still open.
 
 A stage that raises records that itself. The handlers also cover what a stage can't report: a pod
-killed for memory, a deadline, an image that can't be pulled. Checkpoints and cached results stay,
-so that the next run resumes; Ray clusters end by themselves (`tasks.variants`).
-
-Flyte requires a handler to have the inputs of its workflow, hence one per workflow.
+killed for memory, a deadline, an image that can't be pulled. Flyte requires a handler to have the
+inputs of its workflow, hence one per workflow.
 """
 
 from __future__ import annotations
@@ -33,24 +31,14 @@ current_run: list[RunContext] = []
 
 
 def record_failure(workflow: str, config: RLHFConfig, error: FlyteError | None) -> None:
-    """Write the cause to the MLflow run, end it and its stages as FAILED, and clean up.
-
-    On a cluster a run that failed before it was opened is recorded as well; locally it has nothing
-    to record. A failure to record is printed, not raised: that would hide the cause.
-    """
+    """Write the cause to the MLflow run, end it and its stages as FAILED, and clean up."""
     execution = os.environ.get(EXECUTION_VARIABLE, "")
     run = current_run[0] if current_run and not execution else None
     with hosted(FlyteHost()):
         if execution:
             load_secrets()
-        stage.record_failure(
-            workflow,
-            config,
-            error.message if error else "",
-            node=error.failed_node_id if error else "",
-            execution=execution,
-            run=run,
-        )
+        cause, node = (error.message, error.failed_node_id) if error else ("", "")
+        stage.record_failure(workflow, config, cause, node=node, execution=execution, run=run)
 
 
 def _handler(workflow: str, **inputs: type) -> Any:

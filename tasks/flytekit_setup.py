@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -47,11 +48,7 @@ _derive: Any = PydanticTransformer.get_literal_type
 
 @functools.cache
 def _derived(transformer: PydanticTransformer, model: type[BaseModel]) -> LiteralType:
-    """Derive the literal type of a pydantic model, with a JSON schema, once and silently.
-
-    flytekit does so for every input of every task: this is half of the start-up time of `pyflyte
-    run`. A model travels whole, so a field without a Flyte type, which it warns of, loses nothing.
-    """
+    """Derive a pydantic model's literal type once (half of a start's time), without warnings."""
     level = logger.level
     logger.setLevel(max(level, logging.ERROR))
     try:
@@ -66,10 +63,7 @@ _read_scalar: Any = Scalar.from_flyte_idl
 
 
 def _with_error(message: Any) -> Scalar:
-    """Convert an error in a scalar to flytekit's own class, so that it can be printed.
-
-    flytekit leaves the protobuf in place, and fails when it tries variants of `FlyteError | None`.
-    """
+    """Convert the protobuf of an error, which fails to be tried as `FlyteError | None`."""
     scalar: Scalar = _read_scalar(message)
     if message.HasField("error"):
         scalar._error = Error.from_flyte_idl(message.error)
@@ -83,12 +77,9 @@ _enter_branch = _builder.enter_conditional_section
 
 
 def _enter_with_new_state(self: Any) -> Any:
-    """Give a `conditional` in the sub-workflow of another one its own state, as on a cluster.
-
-    In local runs flytekit shares one state between both (flyteorg/flyte#6426): the inner branch
-    always runs its first case, and marks the state as done when it ends, so that the rest of the
-    sub-workflow is skipped.
-    """
+    """Give a `conditional` in another one's sub-workflow its own state (flyteorg/flyte#6426)."""
+    # In local runs flytekit shares one: the inner branch always runs its first case, and the rest
+    # of the sub-workflow is skipped.
     state = self.execution_state
     running = state is not None and state.branch_eval_mode == BranchEvalMode.BRANCH_ACTIVE
     entered = _enter_branch(self)
@@ -163,26 +154,23 @@ def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
 # looked up in the local cache until one is not there.
 
 
-_local_task: Any = PythonTask
-
-
 def _plan_alone() -> None:
     """Let local runs end, with status 0, before the first stage that would be computed."""
-    execute = _local_task.sandbox_execute
+    local_task: Any = PythonTask
+    execute = local_task.sandbox_execute
 
     def sandbox_execute(task: Any, context: FlyteContext, inputs: Any) -> Any:
         name = _stage_name(task.name)
-        dynamic = (
-            getattr(task, "execution_mode", None) == PythonFunctionTask.ExecutionBehavior.DYNAMIC
-        )
-        planning = name in ("plan", "plan_promotion", "trigger_retraining") or dynamic
+        mode = getattr(task, "execution_mode", None)
+        planning = name in ("plan", "plan_promotion", "trigger_retraining")
+        planning |= mode == PythonFunctionTask.ExecutionBehavior.DYNAMIC
         if planning or task.name.startswith("tasks.failure."):  # whose workflow's error is raised
             return execute(task, context, inputs)
         say(f"cached    {', '.join(_cached_stages) or 'nothing'}")
         say(f"to do     {name} and what follows it; dry run, nothing is computed")
         sys.exit(0)
 
-    _local_task.sandbox_execute = sandbox_execute
+    local_task.sandbox_execute = sandbox_execute
 
 
 if is_dry_run():
@@ -207,11 +195,8 @@ def with_secrets(*needs: pods.Need) -> dict[str, Any]:
         return {}
     names = ",".join(f"{variable}={s.group}/{s.key}" for variable, s in secrets.items())
     # Flyte sets the variable itself where it is new enough; else `load_secrets` does.
-    env_var = Secret.MountType.ENV_VAR
-    requests = [
-        Secret(s.group, s.key, mount_requirement=env_var, env_var=variable)
-        for variable, s in secrets.items()
-    ]
+    secret = partial(Secret, mount_requirement=Secret.MountType.ENV_VAR)
+    requests = [secret(s.group, s.key, env_var=variable) for variable, s in secrets.items()]
     return {"secret_requests": requests, "environment": {pods.SECRETS: names}}
 
 

@@ -67,11 +67,7 @@ IMAGE = flytekit_setup.image()
 
 
 class SourcesPolicy(CachePolicy):
-    """Cache version: the sources of `engine/` and `tasks/`, the image and the libraries in it.
-
-    `workflows.register` names the image by digest. Elsewhere the image is not known yet, and the
-    versions of the libraries stand for it.
-    """
+    """Cache version: the sources of `engine/` and `tasks/`, the image and the libraries in it."""
 
     def get_version(self, salt: str, params: VersionParameters) -> str:
         image = f"{params.container_image or ''}\0{library_versions()}"
@@ -149,12 +145,6 @@ class FlyteHost(Host):
         checkpoint: Any = current_context().checkpoint
         return CheckpointPaths(str(checkpoint._checkpoint_dest), checkpoint._checkpoint_src)
 
-    def has_passed(self, check: str) -> bool:
-        return f"checks.{check}" in flytekit_setup.open_cache()
-
-    def remember_passed(self, check: str) -> None:
-        flytekit_setup.open_cache().set(f"checks.{check}", True)
-
 
 @contextlib.contextmanager
 def flyte_host() -> Iterator[None]:
@@ -203,9 +193,8 @@ PUBLISH_SECONDS = 60.0  # between two uploads; a Deck has a few megabytes
 class LiveDeck(Deck):
     """A tab whose page is replaced while the task runs; made in the task's own thread.
 
-    Flyte's console reads the file again when it is opened. flytekit 1.16 keeps its context by
-    thread and leaves each published copy in the task's local sandbox; here it is published from a
-    thread of the engine's, through a sandbox that is removed.
+    flytekit 1.16 keeps its context by thread and leaves each published copy in the task's sandbox;
+    here it is published from a thread of the engine's, through a sandbox that is removed.
     """
 
     def __init__(self, name: str) -> None:
@@ -290,11 +279,6 @@ def tables(artifact: Artifact, *names: str) -> list[StructuredDataset]:
     folder, uri = artifact.local(), artifact.uri
     files = (f"{name}.parquet" for name in names)
     return [as_table(TableFile(folder / f, f"{uri}/{f}" if "://" in uri else "")) for f in files]
-
-
-def open_table(table: StructuredDataset) -> TableFile:
-    """Return the file of a task's input, fetched where it is not on this machine."""
-    return table.open(TableFile).all()
 
 
 class _Encoder(StructuredDatasetEncoder):

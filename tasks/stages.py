@@ -13,7 +13,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
-from flytekit import StructuredDataset, dynamic, map_task, task
+from flytekit import StructuredDataset, map_task, task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.file import FlyteFile
 
@@ -21,13 +21,12 @@ from engine import stages
 from engine.console import say
 from engine.stages import interfaces, pods
 from engine.stages.profiles import Profile
-from engine.stages.settings import PairsSettings, PreferenceSettings, RunContext
 from engine.stages.stage import Artifact, shared
 from tasks import host
 from tasks.failure import current_run
 from tasks.flytekit_setup import evict_missing
 from tasks.inputs import RLHFConfig
-from tasks.variants import MadeInside, on_profiles, stages_of
+from tasks.variants import MadeInside, dynamic_task, on_profiles, stages_of
 
 TYPES = {"Artifact": FlyteDirectory, "Path": FlyteFile, "PipelineConfig": RLHFConfig}
 CALLS: Mapping[Any, Callable[..., Any]] = {FlyteDirectory: host.directory, FlyteFile: host.file}
@@ -112,27 +111,15 @@ reward_model_training = task_of("preferences.reward_model_training")
 reward_model_promotion = task_of("promotion.reward_model_promotion")
 
 
-@dynamic(
-    cache=False,
-    requests=host.SMALL,
-    container_image=host.IMAGE,
-    retries=2,  # of its own pod, as in `tasks.variants`
-    timeout=timedelta(days=18),  # holds for all stages of all rounds
-    environment=pods.registration_environment(),
-)
-def learn_in_rounds(
-    profile: Profile,
-    run: RunContext,
-    pairs_settings: PairsSettings,
-    settings: PreferenceSettings,
-    dataset: FlyteDirectory,
-    start: FlyteDirectory,
-) -> FlyteDirectory:
-    """Make preferences, their reference and an update, `pairs.rounds` times.
+def by_these_tasks(body: Callable[..., Any], **inputs: Any) -> Any:
+    """Call a body that composes a front's tasks; how many is known when a run starts."""
+    return body(front=sys.modules[__name__], **inputs)
 
-    How many there are is known when a run starts: the nodes are written then.
-    """
-    return stages.preferences.learn_in_rounds(sys.modules[__name__], **locals())
+
+# The timeout holds for all stages of all rounds.
+learn_in_rounds = dynamic_task(
+    function_of("preferences.learn_in_rounds", by_these_tasks), timedelta(days=18)
+)
 
 
 # Evaluation. With `evaluate.map_parts` the dynamic task `evaluate` runs `evaluate_part` so many
@@ -171,7 +158,7 @@ def evaluation_of(
     from engine.data.contract import EVALUATION_ROWS
 
     tables = (
-        host.open_table(table).read(EVALUATION_ROWS, f"part {number} of the evaluation")
+        table.open(host.TableFile).all().read(EVALUATION_ROWS, f"part {number} of the evaluation")
         for number, table in enumerate(parts or (), 1)
     )
     made = host.run_body(body, parts=tables if parts else None, **inputs)
@@ -188,14 +175,9 @@ evaluate = task_of(
 )
 
 promote = task_of("promotion.promote")
+waits_for_approval = task_of("promotion.waits_for_approval")
 approval_request = task_of("promotion.approval_request")
 rollback = task_of("promotion.rollback")
-
-
-@task(**host.task_options("waits_for_approval"))
-def waits_for_approval(promotion: FlyteDirectory) -> bool:
-    """Return whether a promotion lacks only approval: the condition of a workflow branch."""
-    return bool(host.run_body(stages.promotion.read_decision, **locals())["waits_for_approval"])
 
 
 @task(**host.task_options("keep_promotion"))

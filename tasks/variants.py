@@ -1,9 +1,8 @@
 """A stage on the machines of a profile: its pods, its Ray cluster, and its two Flyte tasks.
 
 Flyte 1 takes a task's resources, and the Ray cluster in it, from its template, where no input can
-be. The template of a dynamic workflow's node, however, is written while the execution runs. So
-`tasks.stages.sft` is a dynamic task, a small pod that reads the profile and writes the node of
-`tasks.stages.sft_stage`, the stage itself, with pods, image and Ray cluster of these sizes. Only
+be. So `tasks.stages.sft` is a dynamic task, a small pod that reads the profile and writes the node
+of `tasks.stages.sft_stage`, the stage itself, with pods, image and Ray cluster of these sizes. Only
 the stage is cached, by profile: other hardware, in another layout, gives other results.
 """
 
@@ -16,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,7 @@ def stage_pod(profile: Profile) -> PodTemplate | None:
 
 
 class _LazyPodTemplate(PodTemplate):
-    """A pod template that builds its spec when Flyte asks for it, at registration.
-
-    The Kubernetes client's 800 modules would slow down the start of every command.
-    """
+    """A pod template that loads Kubernetes' 800 modules when Flyte asks for it, to register."""
 
     def __init__(self, container: str, spec: Callable[[], V1PodSpec]) -> None:
         self.primary_container_name, self._spec = container, spec
@@ -93,13 +90,19 @@ def on_profiles(body: Callable[..., Any], made_inside: Mapping[str, MadeInside])
     `made_inside` are inputs that it makes itself, by further tasks on the same machines.
     """
     options = pods.STAGES[body.__name__]
+    attempts = (options.retries + 1) * options.timeout
+    return dynamic_task(_with_profile(body, stages_of(body), made_inside), attempts)
+
+
+def dynamic_task(function: Callable[..., Any], timeout: timedelta) -> Any:
+    """Return a dynamic task in a small pod; its timeout holds for all stages that it writes."""
     return dynamic(
-        _with_profile(body, stages_of(body), made_inside),
+        function,
         cache=False,
         container_image=IMAGE,
         requests=SMALL,
         retries=2,  # of its own pod: a stage that failed ends it for good
-        timeout=(options.retries + 1) * options.timeout,  # holds for all attempts at the stage
+        timeout=timeout,
         environment=pods.registration_environment(),
     )
 
@@ -169,9 +172,5 @@ def _unregistered(workflow: str) -> Iterator[None]:
     try:
         yield
     finally:
-        entities[:] = [
-            entity
-            for entity in entities
-            if id(entity) in before
-            and not (isinstance(entity, WorkflowBase) and entity.name == workflow)
-        ]
+        known = [entity for entity in entities if id(entity) in before]
+        entities[:] = [e for e in known if not isinstance(e, WorkflowBase) or e.name != workflow]

@@ -5,7 +5,6 @@ Flyte's console (or at the terminal, locally) runs the promotion again, against 
 moment. Without approval within a week the execution fails, and no alias has moved.
 """
 
-from datetime import timedelta
 from typing import Any
 
 from flytekit import approve, conditional, workflow
@@ -14,9 +13,7 @@ from flytekit.types.directory import FlyteDirectory
 from engine.stages.profiles import Profile
 from engine.stages.settings import PromotionSettings, RunContext
 from tasks.stages import approval_request, keep_promotion, promote, waits_for_approval
-
-APPROVAL_TIMEOUT = timedelta(days=7)
-APPROVED_BY = "Flyte approval"
+from workflows.pipelines import APPROVAL_TIMEOUT, APPROVED_BY
 
 
 @workflow

@@ -36,11 +36,9 @@ LAUNCH_PLANS: dict[str, Launch] = {}
 
 
 class Launch(LaunchPlan):
-    """A launch plan that is run locally with its own inputs.
+    """A launch plan that is run locally with its own inputs, where flytekit's has the workflow's.
 
-    flytekit's offers a local caller the workflow's inputs and defaults, so that those of the launch
-    plan are lost wherever the workflow has a default. This one's interface is what is left to
-    choose, with the launch plan's defaults. What is registered is the same.
+    Its interface is what is left to choose, with its own defaults. What is registered is the same.
     """
 
     @property

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ INPUTS: Mapping[str, tuple[str, Any]] = {
     ),
 }
 CONFIG = "Settings: a YAML or JSON file, preset:NAME, or JSON text."
+APPROVAL_TIMEOUT, APPROVED_BY = timedelta(days=7), "Flyte approval"
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Pipeline:
         texts = {name: text for name, (text, _) in INPUTS.items()} | {"config": CONFIG, **self.help}
         does, _, returns = (inspect.getdoc(self.body) or "").partition("\n\nReturns:")
         lines = [f"    {name}: {texts[name]}" for name in signature.parameters]
+        returns = returns or "\n    The run's summary.json."
         about = "\n".join([f"{does}\n\nArgs:", *lines, f"\nReturns:{returns}"])
         return interfaces.declare(composed, self.name, module, signature, about)
 
@@ -101,13 +104,8 @@ def pipeline(
 
 @pipeline()
 def rlhf(front: Any, p: Any) -> Path:
-    """Warm-start a model (unless `sft.skip`), improve it by RL, and promote it if it is better.
-
-    Returns:
-        The run's summary.json.
-    """
-    dataset, warm_start = warm_start_of(front, p)
-    return improve_and_promote(front, p, dataset, warm_start)
+    """Warm-start a model (unless `sft.skip`), improve it by RL, and promote it if it is better."""
+    return improve_and_promote(front, p, *warm_start_of(front, p))
 
 
 @pipeline(
@@ -117,13 +115,8 @@ def rlhf(front: Any, p: Any) -> Path:
     config=f"{CONFIG} The environment is rl.rollout.agent.environment.",
 )
 def agents(front: Any, p: Any) -> Path:
-    """Warm-start a model on demonstrations, improve it by RL on episodes, promote it if better.
-
-    Returns:
-        The run's summary.json.
-    """
-    dataset, warm_start = warm_start_of(front, p)
-    return improve_and_promote(front, p, dataset, warm_start)
+    """Warm-start a model on demonstrations, improve it by RL on episodes, promote it if better."""
+    return improve_and_promote(front, p, *warm_start_of(front, p))
 
 
 @pipeline(
@@ -131,11 +124,7 @@ def agents(front: Any, p: Any) -> Path:
     preferences=INPUTS["preferences"][0].replace("Pairs", "Pairs or labelled rows"),
 )
 def preference(front: Any, p: Any) -> Path:
-    """Warm-start a model (unless `sft.skip`), train it on preferences, promote it if it is better.
-
-    Returns:
-        The run's summary.json.
-    """
+    """Warm-start a model (unless `sft.skip`), train it on preferences, promote it if better."""
     dataset, warm_start = warm_start_of(front, p)
     audit = audit_of(front, p, dataset)
     settings = {"pairs_settings": p.pairs, "settings": p.preference}
@@ -167,11 +156,7 @@ def reward_model(front: Any, p: Any) -> Artifact:
     "given, and shows how far the reward model is over-optimised.",
 )
 def classic_rlhf(front: Any, p: Any) -> Path:
-    """Warm start, reward model, PPO by it with a critic that starts from it, and promotion.
-
-    Returns:
-        The run's summary.json.
-    """
+    """Warm start, reward model, PPO by it with a critic that starts from it, and promotion."""
     dataset, warm_start = warm_start_of(front, p)
     audit = audit_of(front, p, dataset)
     scorer, registered = reward_model_of(front, p, dataset, warm_start)
@@ -206,10 +191,7 @@ def make_pairs(front: Any, p: Any, policy: str = "models:/hybridflyte-policy@cha
     profile="Machines to run on.",
 )
 def evaluate_only(
-    front: Any,
-    p: Any,
-    candidate: str = "models:/hybridflyte-policy@champion",
-    baseline: str = "",
+    front: Any, p: Any, candidate: str = "models:/hybridflyte-policy@champion", baseline: str = ""
 ) -> Artifact:
     """Evaluate a model against another one.
 

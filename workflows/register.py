@@ -107,9 +107,8 @@ def _git(root: Path, *arguments: str) -> str:
     return process.stdout
 
 
-# What is registered, as protobufs, and as an archive that is the same byte for byte: `pyflyte
-# package` writes times, the owner, and files in the order of the folder; flytekit 1.16 lists a
-# branch's predecessors in the order of a set, and protobuf's maps come out in any order.
+# What is registered, as protobufs, and as an archive that is the same byte for byte: that of
+# `pyflyte package` has times and owners, and flytekit 1.16 lists predecessors in a set's order.
 
 PYTHON = "/opt/venv/bin/python"  # in the images
 

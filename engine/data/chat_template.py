@@ -39,14 +39,10 @@ def render(
             if "tool_calls" in message and not message.get("content"):
                 message["content"] = None
         try:
-            text = str(
-                tokenizer.apply_chat_template(
-                    chat,
-                    tools=[dict(tool) for tool in tools] or None,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                )
-            )
+            schemas = [dict(tool) for tool in tools] or None
+            options: dict[str, Any] = {"tokenize": False, "tools": schemas}
+            options["add_generation_prompt"] = add_generation_prompt
+            text = str(tokenizer.apply_chat_template(chat, **options))
         except Exception as error:  # a template is code of the model's authors
             problem = problem or error
             continue

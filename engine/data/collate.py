@@ -30,10 +30,9 @@ class SFTExample(NamedTuple):
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group row indices so that rows × longest row ≤ `max_tokens`; every row comes once.
+    """Group row indices so that rows × longest row ≤ `max_tokens`, in order of length.
 
-    Rows are taken in order of length, so that padding is small. A single row above the budget is
-    a batch of its own; it is never left out.
+    Every row comes once; a single one above the budget is a batch of its own.
 
     >>> token_budget_batches([3, 9, 4, 2], max_tokens=12)
     [[3, 0, 2], [1]]

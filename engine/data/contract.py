@@ -26,9 +26,8 @@ from engine.errors import DataError
 def uniform_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """RL rows whose cells have one type a column, and one a field of dictionaries.
 
-    Rows without `extra_info` get an empty one, and ground truths become text. A field that is not
-    of one type in all rows, such as an `index` that is a number here and a name there, becomes text
-    too. Where `extra_info` is empty in all rows, the column is left out.
+    Ground truths become text, and so does a field that is not of one type in all rows. Rows without
+    `extra_info` get an empty one; where it is empty in all rows, the column is left out.
     """
     extras = frame[EXTRA].tolist() if EXTRA in frame else [None] * len(frame)
     extras = [{} if is_missing(cell) else cell for cell in extras]
@@ -87,11 +86,6 @@ def _column(*checks: pandera.Check, required: bool = True) -> pandera.Column:
     return pandera.Column(checks=list(checks), nullable=True, required=required)
 
 
-def _has_ground_truth(value: object) -> bool:
-    truth = value.get(TRUTH) if isinstance(value, dict) else "of no dictionary"
-    return not is_missing(truth) and bool(str(truth).strip())
-
-
 def _is_number(value: object) -> TypeGuard[float]:
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         return False
@@ -106,7 +100,10 @@ _TEXT = _rule(lambda v: isinstance(v, str), "must be text")
 _FILLED = _rule(rows.has_words, "must not be empty")
 _MESSAGES = _rule(rows.is_messages, 'must be chat messages [{"role": "user", "content": text}]')
 _DICT = _rule(lambda v: isinstance(v, dict), "must be a dictionary")
-_TRUTH = _rule(_has_ground_truth, "must hold a ground_truth")
+_TRUTH = _rule(
+    lambda v: not isinstance(v, dict) or bool((truth_of(v) or "").strip()),
+    "must hold a ground_truth",
+)
 _FLAG = _rule(lambda v: isinstance(v, bool | np.bool_), "must be true or false")
 _COUNT = _rule(
     lambda v: _is_amount(v) and isinstance(v, int | np.integer), "must be a whole number, 0 or more"
@@ -175,9 +172,8 @@ def check(frame: pd.DataFrame, schema: pandera.DataFrameSchema, name: str) -> No
     if len(frame) == 0:
         raise DataError(f"{name} has no rows; give a source with at least one for each split")
     required = [column for column, spec in schema.columns.items() if spec.required]
-    faults = [f"has no column {column!r}" for column in required if column not in frame.columns]
-    unknown = [str(column) for column in frame.columns if column not in schema.columns]
-    faults += [f"has an unknown column {column!r}" for column in unknown]
+    faults = [f"has no column {column!r}" for column in required if column not in frame]
+    faults += [f"has an unknown column {str(c)!r}" for c in frame if c not in schema.columns]
     if faults:
         raise DataError(
             f"{name} {' and '.join(faults)}; its columns must be {list(schema.columns)}"
@@ -221,11 +217,8 @@ def check_disjoint(splits: Mapping[str, pd.DataFrame]) -> None:
     held_out_splits = [name for name in splits if name.endswith("validation")]
     pairs += [(a, b) for a in held_out_splits for b in splits if b.endswith("train")]
     for held_out, other in pairs:
-        shared = [
-            (row, prompts[other][text])
-            for text, row in prompts[held_out].items()
-            if text in prompts[other]
-        ]
+        there = prompts[other]
+        shared = [(row, there[text]) for text, row in prompts[held_out].items() if text in there]
         if shared:
             shown = ", ".join(f"{a} and {b}" for a, b in shared[:SHOWN])
             more = ", …" if len(shared) > SHOWN else ""

@@ -1,7 +1,6 @@
 """Training rows that held-out rows contain, and prompts that were seen before.
 
-Only the held-out texts are kept in memory, so a training set may be of any size. How much of a test
-set a finished model has seen is for `engine.promotion.gate` to measure.
+Only the held-out texts are kept in memory, so a training set may be of any size.
 """
 
 from __future__ import annotations
@@ -101,16 +100,15 @@ def without_held_out(splits: Splits, config: DataConfig) -> Splits:
 
     Evaluation sets are held out of both. Raises DataError where no row of a split is left.
     """
-    held_out = HeldOut.of(config)
-    for prompt in (p for frame in splits.evaluation.values() for p in frame["prompt"]):
-        held_out.add(question_text(prompt))
+    held_out, notes = HeldOut.of(config), list(splits.notes)
     frames: dict[str, Any] = dict(splits.frames())
-    notes = list(splits.notes)
-    for names in (("test",), ("validation", "sft_validation"), ("train", "sft_train")):
-        for name in names if names != ("test",) else ():
-            frames[name] = _without(frames[name], held_out, name, notes)
-        for prompt in (prompt for name in names for prompt in frames[name]["prompt"]):
+    kept = [*splits.evaluation.values(), frames["test"]]
+    for names in (("validation", "sft_validation"), ("train", "sft_train")):
+        for prompt in (prompt for frame in kept for prompt in frame["prompt"]):
             held_out.add(question_text(prompt))
+        for name in names:
+            frames[name] = _without(frames[name], held_out, name, notes)
+        kept = [frames[name] for name in names]
     return replace(splits, **frames, notes=tuple(notes))
 
 
@@ -151,13 +149,10 @@ class SeenPrompts:
 
     def __init__(self) -> None:
         self._database = sqlite3.connect("", isolation_level=None)
-        for statement in (
-            "PRAGMA cache_size = -32768",  # KiB
-            "PRAGMA journal_mode = OFF",
-            "CREATE TABLE seen (key BLOB PRIMARY KEY) WITHOUT ROWID",
-            "BEGIN",
-        ):
-            self._database.execute(statement)
+        self._database.executescript(
+            "PRAGMA cache_size = -32768; PRAGMA journal_mode = OFF;"  # KiB
+            "CREATE TABLE seen (key BLOB PRIMARY KEY) WITHOUT ROWID; BEGIN"
+        )
 
     def add(self, key: bytes) -> bool:
         """Add a key; return whether it is new."""

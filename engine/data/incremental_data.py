@@ -5,9 +5,8 @@
 
 A prefix has one folder per day, `2026-11-20/` or `dt=2026-11-20/`, with `.parquet` and `.jsonl`
 files at any depth below. A file is new at a kick-off if its day is not after the kick-off's, it was
-last written at or before it, and its content was not ingested before. So the same kick-off finds
-the same files whenever it runs, and a file that is added late to a past day's folder is ingested
-once, by the next kick-off.
+last written at or before it, and its content was not ingested before: the same kick-off finds the
+same files whenever it runs.
 """
 
 from __future__ import annotations
@@ -61,9 +60,9 @@ def find_new_files(
 ) -> NewFiles:
     """Find the files that are new at `kickoff` (UTC where it has no zone).
 
-    `ledger` has all files that were ingested before. A file that was rewritten with other content
-    is new; the same content under another name is not. Raises DataError when something can't be
-    read, StorageError when the store doesn't answer, ConfigError for an empty prefix.
+    `ledger` has all files that were ingested before, which are known by their content. Raises
+    DataError when something can't be read, StorageError when the store doesn't answer, ConfigError
+    for an empty prefix.
     """
     if not prefix:
         raise ConfigError("retrain.path is empty; give the folder or s3:// prefix of new data")

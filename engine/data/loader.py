@@ -19,7 +19,7 @@ from engine.data.cells import plain, row_numbers
 from engine.data.order import make_order
 from engine.data.row_files import read_file_rows
 from engine.data.rows import Truncation
-from engine.data.templates import encode_prompts, encode_short_prompts
+from engine.data.templates import encode_short_prompts
 from engine.errors import ConfigError, DataError
 from engine.storage.json_rows import Row
 
@@ -108,9 +108,9 @@ class PromptLoader:
         return self._order.state_dict() | self._settings | data
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on right after the last row that the saved loader gave, maybe in other batch sizes.
+        """Go on after the last row that the saved loader gave; DataError for other data or order.
 
-        Raises DataError where the rows, the seed or the order are not those of the saved state.
+        The batch size may be another.
         """
         present = self.state_dict()
         fixed = ("rows", "digest", "seed", "shuffle", "weights", "curriculum", "truncation")
@@ -133,9 +133,8 @@ def make_rl_data_loader(
 ) -> PromptLoader:
     """Read RL rows in canonical form from a JSONL, JSON, CSV or Parquet file; return their loader.
 
-    A ground truth may be absent from all of them where the reward needs none. With a tokenizer,
-    rows also get `prompt_ids` (list[int]), and a prompt above `max_prompt_length` tokens (0: no
-    limit) is refused. Raises DataError that names the file and the first wrong rows.
+    With a tokenizer, rows also get `prompt_ids` (list[int]), and a prompt above `max_prompt_length`
+    tokens (0: no limit) is refused. Raises DataError that names the file and the first wrong rows.
     """
     rows = read_file_rows(str(path), RowsConfig()).rows
     if tokenizer is not None:
@@ -159,11 +158,10 @@ def add_prompt_ids(
     """
     numbers = numbers or range(1, len(rows) + 1)
     prompts = [row["prompt"] for row in rows]
+    most = 0 if truncation else limit
+    ids = encode_short_prompts(tokenizer, prompts, most or 1 << 40, path, numbers)
     if truncation is not None:
-        complete = encode_prompts(tokenizer, prompts, path, numbers)
-        ids: Sequence[list[int] | None] = [truncation.cut(tokens) for tokens in complete]
-    else:
-        ids = encode_short_prompts(tokenizer, prompts, limit or 1 << 40, path, numbers)
+        ids = [truncation.cut(tokens or []) for tokens in ids]
     long = [i for i, tokens in zip(numbers, ids, strict=True) if tokens is None]
     if long and way_out:
         raise DataError(

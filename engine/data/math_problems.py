@@ -1,8 +1,7 @@
 """The sources `gsm8k` and `math`: the source `files` with templates for these data sets.
 
 GSM8K's rows have `question` and `answer`, which ends in `#### 28`; MATH's (arXiv:2103.03874) have
-`problem` and `solution`. `PRESETS` has verl's instructions for both, so that models and rewards
-find what they know; the source `gsm8k` puts the bare question.
+`problem` and `solution`. `PRESETS` has verl's instructions; the source `gsm8k` asks without any.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def _calls(cell: object, where: str) -> list[dict[str, Any]]:
 
 def _call(call_id: object, function: dict[str, Any]) -> dict[str, Any]:
     """A call of a tool in OpenAI's form."""
-    has_id = not is_missing(call_id)
-    return ({"id": str(call_id)} if has_id else {}) | {"type": "function", "function": function}
+    call = {} if is_missing(call_id) else {"id": str(call_id)}
+    return call | {"type": "function", "function": function}
 
 
 def _as_json(value: object) -> str:

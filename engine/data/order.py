@@ -92,8 +92,8 @@ class PassRates:
             array[:] = saved
 
     def _arrays(self) -> dict[str, NDArray[np.generic]]:
-        arrays = (self._rate, self._passed_over, self._uses, self.chosen)
-        return dict(zip(("rate", "passed_over", "uses", "chosen"), arrays, strict=True))
+        rates = {"rate": self._rate, "passed_over": self._passed_over}
+        return rates | {"uses": self._uses, "chosen": self.chosen}
 
 
 def observed_rates(batch: Batch) -> Iterator[tuple[object, float]]:
@@ -128,7 +128,7 @@ class EpochOrder:
         """`difficulty` of each row: an epoch goes from easy to hard, equal rows in drawn order.
 
         `max_uses`: times that a row may be given (0: endless). `stream` tells orders of one seed
-        apart. `rates` chooses each epoch's rows, and counts their uses.
+        apart. `rates` chooses each epoch's rows.
         """
         self._size, self._seed, self._shuffle, self._stream = size, seed, shuffle, tuple(stream)
         self._difficulty = None if difficulty is None else np.asarray(difficulty)

@@ -3,8 +3,7 @@
 A pair is `{prompt, chosen, rejected, margin}`, a labelled row `{prompt, completion, label}`, one
 of steps `{prompt, completions, labels}`, one to fine-tune on `{prompt, response}` or `{messages}`.
 `prompt` is canonical chat messages (`data.messages`), a response text, or the assistant's message
-where it has more than that; `tools` are there where the file has some. Files may have messages as
-responses, with or without the conversation before them.
+where it has more than that. Files may have messages as responses, also whole conversations.
 """
 
 from __future__ import annotations
@@ -141,17 +140,14 @@ def _conversation(
     row: Row, names: Sequence[str], where: str
 ) -> tuple[list[dict[str, Any]], list[Response]]:
     """The messages before the responses `names`, and each of these."""
-    prompt = None
-    if not is_missing(row.get("prompt")):
-        prompt = prompt_messages(row["prompt"], where)
+    prompt = None if is_missing(row.get("prompt")) else prompt_messages(row["prompt"], where)
     heads, responses = [], []
     for name in names:
         head, response = _response(_cell(row, name, where), name, where)
         if prompt is None and not head:
             raise DataError(
                 f"{where}: there is no column 'prompt', and no message before the response in "
-                f"{name!r}; name the prompt's column in data.columns, e.g. "
-                "data.columns.prompt=question"
+                f"{name!r}; name the prompt's column, e.g. data.columns.prompt=question"
             )
         if prompt is not None and head and head[-len(prompt) :] != prompt:
             raise DataError(
@@ -173,12 +169,11 @@ Response = str | dict[str, Any]  # what the assistant says: text, or its message
 
 def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]], Response]:
     """The messages before a response, which its cell may have, and the response."""
-    messages: object = [{"role": "assistant", "content": cell}] if isinstance(cell, str) else cell
-    messages = [messages] if isinstance(messages, Mapping) else messages
-    if isinstance(messages, list | tuple | np.ndarray) and len(messages):
-        messages = canonical_messages(messages, f"{where}: column {name!r}")
-    else:
-        messages = []
+    given: object = {"role": "assistant", "content": cell} if isinstance(cell, str) else cell
+    given = [given] if isinstance(given, Mapping) else given
+    messages = list[dict[str, Any]]()
+    if isinstance(given, list | tuple | np.ndarray):
+        messages = canonical_messages(given, f"{where}: column {name!r}")
     if not messages or not (is_filled(messages) or messages[-1].get("tool_calls")):
         raise DataError(
             f"{where}: column {name!r} is {brief(cell)}; give text that is not empty, or messages "

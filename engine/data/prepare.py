@@ -46,9 +46,8 @@ _KINDS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string
 class ParquetWriter:
     """Writes RL rows in verl's schema, in bounded memory; the file is there after a clean exit.
 
-    Fields of `extra_info` get one type each, which is known when the last row was seen: rows wait
-    in a temporary file until then. A field with values of several types becomes text, lists and
-    dictionaries become JSON.
+    Rows wait in a temporary file until the type of each field of `extra_info` is known. A field
+    with values of several types becomes text, lists and dictionaries become JSON.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,12 +131,13 @@ class SplitCard:
     def add(self, row: Mapping[str, Any], length: int) -> None:
         self.lengths.append(length)
         if len(self.samples) < SAMPLES:
-            shown = {"prompt": prompt_text(row["prompt"])[:SHOWN_CHARACTERS]}
+            shown = {"prompt": prompt_text(row["prompt"])}
             for column in ("response", "chosen", "rejected", "completion"):
                 if column in row:
-                    shown[column] = str(row[column])[:SHOWN_CHARACTERS]
+                    shown[column] = str(row[column])
             if RULE in row:
-                shown[TRUTH] = str(row[RULE].get(TRUTH))[:SHOWN_CHARACTERS]
+                shown[TRUTH] = str(row[RULE].get(TRUTH))
+            shown = {name: text[:SHOWN_CHARACTERS] for name, text in shown.items()}
             self.samples.append(json.dumps(shown, ensure_ascii=False))
 
 
@@ -150,7 +150,7 @@ def card_markdown(
     table = [head, ["---"] * len(head), *(_figures(card, reasons) for card in splits)]
     units = " and ".join(dict.fromkeys(card.unit for card in splits))
     lines = [
-        f"# Data: {_inline(source)}",
+        f"# Data: {' '.join(source.split())}",
         "",
         f"Source digest `{digest[:16]}`. Lengths are those of prompts, in {units}; columns after "
         "them count the rows that were left out.",
@@ -161,7 +161,7 @@ def card_markdown(
         samples = (f"\n    {sample}" for sample in card.samples)
         lines += ["", f"## {card.name}", *_histogram(card), "", "First rows:", *samples]
     if notes:
-        lines += ["", "## Left out", "", *(f"- {_inline(note)}" for note in notes)]
+        lines += ["", "## Left out", "", *(f"- {' '.join(note.split())}" for note in notes)]
     return "\n".join(lines) + "\n"
 
 
@@ -188,10 +188,6 @@ def _histogram(card: SplitCard) -> list[str]:
         for edge, count in zip(edges[:-1], counts, strict=True)
     ]
     return ["", f"Rows by the prompt's {card.unit}, from:", "", "```", *bars, "```"]
-
-
-def _inline(text: str) -> str:
-    return " ".join(text.split())
 
 
 @dataclass
@@ -233,13 +229,11 @@ class _Preparation:
                     continue
                 # Test rows may well be those of an evaluation set.
                 is_test = card.name == "test"
-                match = "" if is_test else self.held_out.find(question_text(row["prompt"]))
-                if match:
+                if match := "" if is_test else self.held_out.find(question_text(row["prompt"])):
                     card.left_out[f"held out, {match}"] += 1
                 else:
                     yield number, row
-            if rows.bad:
-                card.left_out["bad"] += rows.bad
+            card.left_out += Counter(bad=rows.bad)
             self.notes += rows.notes()
 
     def _measured(
@@ -266,9 +260,8 @@ def prepare(
 ) -> list[SplitCard]:
     """Write `train.parquet`, `test.parquet`, … and a card into `folder`; return what it says.
 
-    The splits are those that `config.path` has. Lengths are in tokens with a tokenizer, else in
-    characters, and so is `config.max_prompt_length`. Raises DataError for bad rows where
-    `config.bad_rows` is "fail", and for a split that loses all its rows.
+    Lengths, and `config.max_prompt_length`, are in tokens with a tokenizer, else in characters.
+    Raises DataError for bad rows unless they are dropped, and for a split that loses all its rows.
     """
     addresses = split_addresses(config.path, config.splits)
     folder.mkdir(parents=True, exist_ok=True)

@@ -197,10 +197,14 @@ def split_addresses(
     return splits
 
 
+def _data_files_in(folder: str) -> list[str]:
+    return sorted(uri for uri in list_files(folder) if is_data_file(uri))
+
+
 def _files_of(path: str) -> list[str]:
     """The data files of a folder, in `main/` or `data/` below it where it has none itself."""
-    for folder in (path.rstrip("/"), f"{path.rstrip('/')}/data", f"{path.rstrip('/')}/main"):
-        if files := sorted(uri for uri in list_files(folder) if is_data_file(uri)):
+    for below in ("", "/data", "/main"):
+        if files := _data_files_in(path.rstrip("/") + below):
             return files
     raise DataError(
         f"data.path={path!r} is no data file, and no folder with some (looked in it, in data/ and "
@@ -344,9 +348,8 @@ def _check_text(value: object, column: str, where: str) -> None:
 class MappedRows:
     """The canonical rows at an address, with their numbers, to be iterated over once.
 
-    Raises DataError for what is wrong with the file as a whole, at its end for bad rows where
-    `config.bad_rows` is "fail", and StorageError when a store doesn't answer. With "drop" bad rows
-    are counted here, of which a file without rows has one.
+    Raises DataError for what is wrong with the file as a whole, at its end for bad rows, which
+    `config.bad_rows=drop` only counts (a file without rows has one), and StorageError.
     """
 
     def __init__(
@@ -382,13 +385,11 @@ class MappedRows:
             self.bad, self._total, self._first = 1, 1, str(error)
         if not self.bad or self._policy == "drop":
             return
-        if self.bad == 1:
-            raise DataError(f"{self._first}; or leave it out with data.bad_rows=drop")
-        raise DataError(
-            f"{self._first}; {self.bad} of {self._total} rows are bad "
-            f"({row_numbers(self._numbers)}): correct them, or leave them out with "
-            "data.bad_rows=drop"
-        )
+        advice = "or leave it"
+        if self.bad > 1:
+            bad = f"{self.bad} of {self._total} rows are bad ({row_numbers(self._numbers)})"
+            advice = f"{bad}: correct them, or leave them"
+        raise DataError(f"{self._first}; {advice} out with data.bad_rows=drop")
 
     def _mapped(self, raw: Row | DataError, where: str) -> Row:
         if isinstance(raw, DataError):
@@ -437,8 +438,8 @@ class FileRows:
 def read_file_rows(address: str, config: RowsConfig) -> FileRows:
     """Read all rows of a file, an s3:// object or a dataset of the hub in canonical form.
 
-    All get the same columns; one that only some rows have is None in the others. Where only some
-    have a ground truth, the others are bad. Raises as `MappedRows` does.
+    All get the same columns, None where a row has none. Where only some have a ground truth, the
+    others are bad. Raises as `MappedRows` does.
     """
     mapped = MappedRows(address, config)
     numbered = list(mapped)
@@ -455,7 +456,6 @@ def data_files(address: str) -> list[str]:
     is_folder = not is_remote(address) and as_path(address).is_dir()
     if address.startswith(HUB) or is_data_file(address) or not (is_remote(address) or is_folder):
         return [address]
-    files = sorted(uri for uri in list_files(address) if is_data_file(uri))
-    if not files:
-        raise DataError(f"{address} holds no data files; give a file, or a folder with some")
-    return files
+    if files := _data_files_in(address):
+        return files
+    raise DataError(f"{address} holds no data files; give a file, or a folder with some")

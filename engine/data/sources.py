@@ -1,9 +1,8 @@
 """Where rows come from: the registry of sources, the source `files`, and evaluation sets.
 
 A source is a class with `@register_source("x")`, here or in a module of yours (`data.source:
-my_module:MySource`). `gsm8k` and `math` are in `math_problems`, the default one in `word_problems`.
-`files` finds splits by the names of files, and takes a validation or test split that is missing
-from the training rows; its memory is bounded by the sizes of the splits.
+my_module:MySource`). `files` finds splits by the names of files, and takes a validation or test
+split that is missing from the training rows; the sizes of the splits bound its memory.
 """
 
 from __future__ import annotations
@@ -234,9 +233,8 @@ class _Pool:
         if repeated:
             self.notes.append(f"{split}: {repeated} rows repeat a prompt and are left out")
         if limit and self.distinct > limit:
-            self.notes.append(
-                f"{split}: {limit} of {self.distinct} rows, by seed (data.{split}_size)"
-            )
+            taken = f"{split}: {limit} of {self.distinct} rows, by seed (data.{split}_size)"
+            self.notes.append(taken)
         rows = [read for *_, read in picked]
         self._seen.update(prompt_key(row) for _, row in rows)
         return rows

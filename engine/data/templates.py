@@ -1,10 +1,9 @@
 """Messages and responses to tokens and back: the one place that knows chat templates.
 
 `turn_format` states, by rendering a template, what its generation prompt opens of the assistant's
-turn and what ends one: training, rewards, parsers and stop tokens read it there. `encode_turn` is a
-turn as it is learned, after the prompt that the policy will see. `encode_continuation` makes the
-tokens that follow a sampled turn without encoding the turn again, which would change its ids (BPE
-is no bijection).
+turn and what ends one. `encode_turn` is a turn as it is learned, after the prompt that the policy
+will see. `encode_continuation` makes the tokens that follow a sampled turn, which keeps its ids:
+encoding it again could change them (BPE is no bijection).
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ def encode_prompt(
 ) -> list[int]:
     """Encode chat messages up to where the assistant speaks.
 
-    Where the last message is the assistant's, its text begins the turn, which is continued. `tools`
-    are JSON schemas for the template to show. A tokenizer without a chat template gets plain text,
-    "Question: …\\nAnswer:", with the tokenizer's own start token where it has one, and no tools.
-    Raises DataError for a role that neither `ROLES` nor the template has, and for an empty text.
+    Where the last message is the assistant's, its text begins the turn. `tools` are JSON schemas. A
+    tokenizer without a chat template gets plain text, "Question: …\\nAnswer:", and no tools. Raises
+    DataError for a role that neither `ROLES` nor the template has, and for an empty text.
     """
     check_roles(tokenizer, messages)
     chat, encode = _escaped(tokenizer, messages)
@@ -350,11 +348,8 @@ def _rendered_format(tokenizer: PreTrainedTokenizerBase) -> TurnFormat:
     if _ASKED not in asked or _TURN not in answered:
         return TurnFormat("", "", "", (), eos)
     before = asked.rpartition(_ASKED)[2]
-    headers = [
-        text.partition(_ASKED)[2].partition(_TURN)[0]
-        for text in (answered, continued)
-        if _TURN in text
-    ]
+    texts = (text for text in (answered, continued) if _TURN in text)
+    headers = (text.partition(_ASKED)[2].partition(_TURN)[0] for text in texts)
     header = before[: common_length(before, *headers)].partition(_THOUGHT)[0]
     tail = answered.rpartition(_TURN)[2]
     ends = _turn_ends(tokenizer, tail)
@@ -511,9 +506,7 @@ def encode_continuation(
     ids = encode(text, add_special_tokens=False)
     if not tokenizer.chat_template and ended_by is None:
         return [*turn_format(tokenizer).end_ids[:1], *ids]
-    if ended_by is not None and ids and ids[0] in stop_ids:
-        return ids[1:]
-    return ids
+    return ids[1:] if ended_by is not None and ids and ids[0] in stop_ids else ids
 
 
 def _after_turn(

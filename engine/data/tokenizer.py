@@ -114,7 +114,6 @@ def tokenizer_alone(folder: str | Path, target: Path) -> Path | None:
 
 
 def _loader(folder: Path) -> type[AutoTokenizer | PreTrainedTokenizerFast]:
-    """The class to load a folder with: the generic one for a tokenizer.json saved as such."""
     # Beside a Qwen2 config.json, AutoTokenizer would take Qwen2's own splitting of words instead.
     # It also loads what models are made of, 3 CPU seconds and 230 MB in a process that has none.
     if _is_generic(folder):

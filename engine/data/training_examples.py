@@ -96,9 +96,8 @@ def read_sft_examples(
 ) -> list[SFTExample]:
     """Read and encode rows `{prompt, response}` or `{messages}` of files, folders, s3://… or hf://….
 
-    `prompt` is text or chat messages, `response` text or the assistant's message. Of `messages`, a
-    conversation, all turns of the assistant are learned, or the last; `tools` are shown with both.
-    Raises DataError, in a sentence, for bad rows, and ModelError for a tokenizer without end token.
+    Of `messages`, a conversation, all turns of the assistant are learned, or the last; `tools` are
+    shown. Raises DataError for bad rows, and ModelError for a tokenizer without end token.
     """
 
     templates.end_token_id(tokenizer)  # else every row would be refused for it
@@ -119,8 +118,7 @@ def conversation_examples(
 ) -> list[SFTExample]:
     """The examples of a conversation: each of its turns as the policy will see and sample it.
 
-    Turns are one example as long as the prompt of the next one begins with the tokens of those
-    before it; where a template writes earlier turns otherwise (it leaves their thoughts out),
+    Where a template writes earlier turns otherwise in a later prompt (without their thoughts),
     another example begins. A turn with `weight` 0 is not learned. Raises DataError where none is.
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and m.get("weight", 1)]

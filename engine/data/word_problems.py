@@ -38,7 +38,7 @@ class StoryTemplate:
     opening: str  # with {n}, e.g. "{name} has {n} {thing}."
     gains: tuple[str, ...] = ()  # clauses that add, e.g. ("buys {n}",)
     losses: tuple[str, ...] = ()  # clauses that take away, e.g. ("sells {n}",)
-    product: str = ""  # an opening worth {n} × {m}; empty: none
+    packs: str = ""  # what holds {m} things in an opening worth {n} × {m}; empty: nothing
     growth: tuple[tuple[str, int], ...] = ()  # clauses that multiply, e.g. (("doubles them", 2),)
     question: str = "How many {thing} now?"  # the last sentence
     subject: str = "{pronoun}"  # who acts in the clauses: the person, "It", ...
@@ -51,24 +51,23 @@ PEOPLE = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Max", "Zoe", "Leo", "Amy")
 STORY_TEMPLATES = (
     StoryTemplate(
         "pocket", "workbook", ("apples", "nuts", "plums"), "{name} has {n} {thing}.",
-        gains=("buys {n}", "finds {n}"), losses=("eats {n}", "loses {n}"),
-        product="{name} has {n} bags of {m} {thing}."),
+        gains=("buys {n}", "finds {n}"), losses=("eats {n}", "loses {n}"), packs="bags"),
     StoryTemplate(
         "shop", "workbook", ("pens", "books", "cups"), "A shop has {n} {thing}.",
         gains=("gets {n}", "buys {n}"), losses=("sells {n}", "loses {n}"),
-        product="A shop has {n} boxes of {m} {thing}.", subject="It"),
+        packs="boxes", subject="It"),
     StoryTemplate(
         "colours", "workbook", ("cars", "balls", "cups"), "{name} has {n} red {thing}.",
         gains=("gets {n} blue", "buys {n} old", "finds {n} new"),
         question="How many {thing} in all?"),
     StoryTemplate(
         "pages", "workbook", ("pages",), "A book has {n} {thing}.",
-        losses=("reads {n}", "skips {n}"), product="A book has {n} parts of {m} {thing}.",
-        question="How many {thing} are left?", subject="{name}"),
+        losses=("reads {n}", "skips {n}"), packs="parts", question="How many {thing} are left?",
+        subject="{name}"),
     StoryTemplate(
         "bus", "workbook", ("people", "kids"), "A bus has {n} {thing}.",
         gains=("picks up {n}", "takes {n}"), losses=("drops {n}", "leaves {n}"),
-        product="A bus has {n} rows of {m} {thing}.", subject="It"),
+        packs="rows", subject="It"),
     StoryTemplate(
         "savings", "forum", ("dollars",), "{name} has {n} {thing}.",
         gains=("earns {n}", "saves {n}"), losses=("pays {n}", "loses {n}"),
@@ -76,7 +75,7 @@ STORY_TEMPLATES = (
     StoryTemplate(
         "farm", "forum", ("cows", "hens", "pigs"), "A farm has {n} {thing}.",
         gains=("buys {n}", "gets {n}"), losses=("sells {n}", "loses {n}"),
-        product="A farm has {n} pens of {m} {thing}.", subject="It"),
+        packs="pens", subject="It"),
     StoryTemplate(
         "game", "forum", ("points",), "{name} has {n} {thing}.",
         gains=("wins {n}", "gets {n}"), losses=("loses {n}", "pays {n}"),
@@ -87,15 +86,14 @@ STORY_TEMPLATES = (
     StoryTemplate(
         "baker", "forum", ("cakes", "pies", "rolls"), "{name} makes {n} {thing}.",
         gains=("buys {n}", "adds {n}"), losses=("sells {n}", "eats {n}", "burns {n}"),
-        product="{name} makes {n} trays of {m} {thing}."),
+        packs="trays"),
     StoryTemplate(
         "garden", "answer_key", ("roses", "trees", "beans"), "{name} plants {n} {thing}.",
-        gains=("adds {n}", "finds {n}"), losses=("cuts {n}", "sells {n}"),
-        product="{name} plants {n} rows of {m} {thing}."),
+        gains=("adds {n}", "finds {n}"), losses=("cuts {n}", "sells {n}"), packs="rows"),
     StoryTemplate(
         "library", "answer_key", ("books", "maps"), "A library has {n} {thing}.",
         gains=("gets {n}", "buys {n}"), losses=("lends {n}", "loses {n}"),
-        product="A library has {n} rows of {m} {thing}.", subject="It"),
+        packs="rows", subject="It"),
     StoryTemplate(
         "walk", "answer_key", ("miles",), "{name} walks {n} {thing}.",
         gains=("runs {n}", "rides {n}", "swims {n}"), question="How many {thing} in all?"),
@@ -105,8 +103,7 @@ STORY_TEMPLATES = (
         subject="{name}"),
     StoryTemplate(
         "cards", "answer_key", ("cards", "stamps"), "{name} has {n} {thing}.",
-        gains=("wins {n}", "finds {n}"), losses=("loses {n}", "sells {n}"),
-        product="{name} has {n} packs of {m} {thing}."),
+        gains=("wins {n}", "finds {n}"), losses=("loses {n}", "sells {n}"), packs="packs"),
 )
 # fmt: on
 
@@ -170,15 +167,16 @@ def draw_problem(rng: random.Random, level: Level) -> Problem | None:
     thing = rng.choice(template.things)
     may_multiply = rng.random() < level.product_share
     steps: list[Step] = []
-    if template.product and may_multiply:
+    if template.packs and may_multiply:
         n, m = rng.randint(2, 9), rng.randint(2, 9)
         steps.append(Step(n, "*", m))
-        opening, value = template.product.format(name=name, thing=thing, n=n, m=m), n * m
+        value, number = n * m, f"{n} {template.packs} of {m}"
         if value > level.largest:
             return None
     else:
         value = rng.randint(2, level.largest)
-        opening = template.opening.format(name=name, thing=thing, n=value)
+        number = str(value)
+    opening = template.opening.format(name=name, thing=thing, n=number)
     clauses: list[str] = []
     while len(steps) < level.steps:
         drawn = _draw_clause(rng, template, level, value, may_multiply, clauses)
@@ -207,11 +205,8 @@ def _draw_clause(
     used: list[str],
 ) -> tuple[Step, str] | None:
     """Draw a step from `value` that stays within 1..largest, and the clause that tells it."""
-    choices: list[tuple[str, str]] = []
-    if value + 2 <= level.largest:
-        choices += [("+", clause) for clause in template.gains]
-    if value > 2:
-        choices += [("-", clause) for clause in template.losses]
+    choices = [("+", clause) for clause in template.gains if value + 2 <= level.largest]
+    choices += [("-", clause) for clause in template.losses if value > 2]
     if may_multiply:
         choices += [("*", c) for c, factor in template.growth if value * factor <= level.largest]
     verbs = {clause.split()[0] for clause in used}
@@ -242,14 +237,13 @@ def deal_problems(
     for split, size in sizes.items():
         misses = 0
         while len(dealt[split]) < size:
+            misses += 1
             problem = draw_problem(rng, level)
             marks = {problem.key, normalise(problem.question)} if problem else set()
             if problem is not None and seen.isdisjoint(marks):
                 seen |= marks
                 dealt[split].append(problem)
                 misses = 0
-                continue
-            misses += 1
             if misses > 2000:
                 counts = ", ".join(f"{name} {count}" for name, count in sizes.items())
                 raise DataError(
@@ -261,9 +255,8 @@ def deal_problems(
 
 
 # Shares of the answer styles: worked (every step, then the answer), bare (the answer alone) and
-# slip (worked, with one wrong result carried through). Real corpora differ in how much they
-# explain. With equally many templates per corpus, the total is 41 % worked, 52 % bare, 8 % slips:
-# working a problem out pays, and the warm start often doesn't.
+# slip (worked, with one wrong result carried through); in total 41 %, 52 % and 8 %: working a
+# problem out pays, and the warm start often doesn't.
 CORPORA = {
     "workbook": {"worked": 0.75, "bare": 0.15, "slip": 0.10},
     "forum": {"worked": 0.32, "bare": 0.60, "slip": 0.08},
@@ -294,10 +287,9 @@ def slip_answer(problem: Problem, rng: random.Random) -> str:
 
 
 def _with_error(steps: Sequence[Step], at: int, error: int) -> tuple[Step, ...]:
-    wrong: list[Step] = []
-    for i, step in enumerate(steps):
-        left = wrong[-1].result if wrong else step.left
-        wrong.append(replace(step, left=left, error=error if i == at else 0))
+    wrong = [*steps[:at], replace(steps[at], error=error)]
+    for step in steps[at + 1 :]:
+        wrong.append(replace(step, left=wrong[-1].result))
     return tuple(wrong)
 
 

@@ -98,10 +98,9 @@ def check_evaluation_layout(
 def gpus_of_copy(
     config: EvaluateConfig, model_config: PretrainedConfig, gpu_memory: int, gpus: int
 ) -> int:
-    """The fewest GPUs of a machine on which a copy's weights fill at most half the memory.
+    """The fewest GPUs, of `gpu_memory` bytes, on which a copy's weights fill at most half of it.
 
-    The other half is for keys and values. `gpu_memory`: bytes of one. A model whose sizes nobody
-    knows takes one. Raises PlacementError where weights alone are more than the GPUs hold.
+    A model whose sizes nobody knows takes one. Raises PlacementError where weights don't fit.
     """
     need, sizes = _weight_bytes(model_config), [1]
     for tp in (tp for tp in range(2, gpus + 1) if gpus % tp == 0):
@@ -185,7 +184,6 @@ def decode_passes(
     first messages may have `max_prompt_length` tokens, or as many as the longest prompt. Where the
     prompts are a part of more, `first_prompt` is the number of the first one among all, and
     `longest_prompt` the length of the longest: what is drawn is then as if all were decoded here.
-    `config` gives the engine, the layout and the settings of episodes.
 
     `on_progress(n)` gets the number of finished completions of all passes. Raises the EngineError
     of a rank that fails, or WorkerError with rank and cause of one that dies.
@@ -205,11 +203,8 @@ def decode_passes(
     }
     spec = RoleSpec(ROLE, EvaluationWorker, options, layout=layout, plugins=config.plugins)
     if config.runs_episodes:
-        options |= {
-            "multi_turn": config.multi_turn,
-            "agent": config.environments,
-            "plugins": config.plugins,
-        }
+        options |= {"multi_turn": config.multi_turn, "agent": config.environments}
+        options["plugins"] = config.plugins
         spec = replace(spec, worker_class=EpisodeEvaluationWorker)
     report = on_progress or (lambda done: None)
     if layout.world_size == 1:
@@ -225,11 +220,8 @@ def _alone(
     made: Any = spec.worker_class(WorkerContext(ROLE), **spec.options)
     with closing(made) as worker:
         for params in passes:
-            # What this pass has finished counts on top of the passes before.
-            before = sum(map(len, answers))
-            batch = worker.answer(
-                prompts, params, lambda done, before=before: report(before + done)
-            )
+            before = sum(map(len, answers))  # finished by the passes before
+            batch = worker.answer(prompts, params, lambda n, before=before: report(before + n))
             answers.append(_answers([batch]))
     return answers
 

@@ -66,9 +66,9 @@ def require_lm_eval(config: LMEvalConfig) -> None:
             "task files (YAML), or leave it empty"
         )
     is_installed = not config.python and importlib.util.find_spec("lm_eval") is not None
-    if config.python:
-        command = [config.python, "-c", "import lm_eval"]
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        if config.python:
+            command = [config.python, "-c", "import lm_eval"]
             subprocess.run(command, capture_output=True, timeout=STARTS_S, check=True)
             is_installed = True
     if not is_installed:
@@ -87,8 +87,7 @@ def run_lm_eval(
     It runs on this process's device, in bfloat16 on a GPU and in float32 without one, in an empty
     folder `scratch`. Raises DataError, with the end of its log, where it fails or takes too long.
     """
-    command = _command(Path(folder), config, seed, scratch)
-    log = scratch / "log"
+    command, log = _command(Path(folder), config, seed, scratch), scratch / "log"
     offline = OFFLINE if config.offline else {}
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -133,9 +132,8 @@ def read_results(values: Mapping[str, Any]) -> list[HarnessScore]:
             if not comma or metric.endswith("_stderr") or not number:
                 continue
             error = metrics.get(f"{metric}_stderr,{kind}")
-            known = isinstance(error, float) and math.isfinite(error)
+            stderr = error if isinstance(error, float) and math.isfinite(error) else None
             shown = metric if kind == "none" else f"{metric} ({kind})"
-            stderr = error if known else None
             scores.append(HarnessScore(task, shown, float(value), stderr, version, count))
     return scores
 

@@ -1,8 +1,7 @@
 """Numbers of an evaluation and their intervals: pass@k, majority vote, means, gains, lengths.
 
-Pure functions on plain arrays; N is the number of problems. All intervals that are shown or decided
-by are made here; z is the standard normal's quantile of (1 + confidence) / 2, 1.96 at 95 %. Tables
-of completions are in `results`, the comparison of two models in `summary`.
+Pure functions on plain arrays; N is the number of problems, z the standard normal's quantile of
+(1 + confidence) / 2, 1.96 at 95 %.
 """
 
 from __future__ import annotations
@@ -75,11 +74,7 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> FloatArray:
 
 
 def majority_vote(answers: Sequence[str | None]) -> str | None:
-    """The most frequent answer; None only when every sample failed to give one.
-
-    Among equally frequent answers the one sampled first wins: samples are exchangeable, so this
-    favours no answer, unlike an order of the strings.
-    """
+    """The most frequent answer, of equally frequent ones the first; None without any."""
     votes = Counter(answer for answer in answers if answer is not None)
     return votes.most_common(1)[0][0] if votes else None
 
@@ -205,10 +200,8 @@ def _padded(
 
 
 def _square_errors(values: FloatArray, confidence: float) -> FloatArray:
-    """The squares of the intervals' half widths of means of numbers, and their products.
-
-    values: `[N]`, or `[2, N]` for 2 × 2. A single value's spread is taken to be one unit.
-    """
+    """Squared half widths of the means of `[N]` values; of `[2, N]`, with products, `[2, 2]`."""
+    # A single value's spread is taken to be one unit.
     n = values.shape[-1]
     spread = np.cov(values) if n > 1 else np.eye(len(values)) if values.ndim > 1 else np.ones(())
     unseen = wilson_interval(0, n, confidence).high ** 2

@@ -1,7 +1,7 @@
 """The report's pictures as inline SVG text: metric bars, length histogram, training curves.
 
-Figures are drawn without pyplot, so that no backend, style or open figure of the process is
-touched. Letters are outlines (matplotlib's own font): no font is looked up where a page is read.
+They are drawn without pyplot, whose state is the process's. Letters are outlines: no font is
+looked up where a page is read.
 """
 
 from __future__ import annotations
@@ -152,11 +152,7 @@ def _plain(axes: Axes) -> None:
 
 
 def _to_svg(figure: Figure, name: str) -> str:
-    """The figure as an `<svg>` element whose ids are the same each time and its own.
-
-    matplotlib salts ids at random and numbers groups alike in every figure, which would clash on
-    one page.
-    """
+    """The figure as an `<svg>` element whose ids are the same each time and clash with no other."""
     figure.set_layout_engine("tight")
     buffer = io.StringIO()
     FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None, "Creator": None})

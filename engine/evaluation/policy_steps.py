@@ -1,8 +1,7 @@
 """The steps of the RL run that made a model, and the effect of a learned reward over the KL.
 
-An artifact records its run's steps in `metrics.parquet`. A policy that is trained against a reward
-model at first gets better by the true reward, too, and then may get worse while the model's score
-goes on rising (Gao et al., arXiv 2210.10760).
+A policy that is trained against a reward model at first gets better by the true reward, too, and
+then may get worse while the model's score goes on rising (Gao et al., arXiv 2210.10760).
 """
 
 from __future__ import annotations

@@ -63,12 +63,11 @@ def render_report(
 ) -> str:
     """Return the page; DataError when the two tables are not of the same problems.
 
-    facts: label → value, shown on top (run id, data, model, …). curves: metric → one value a
-    training step. harness: both models' scores in the lm-evaluation-harness. examples: problems
-    shown of each kind, drawn with the comparison's seed. before, after: what the models are, e.g.
-    `start_model` where there was no warm start; empty: what their tables say. sets: every
-    evaluation set, for the table by set, source and level. audits: of the scorers, by who scores.
-    drift: sentences on signals of drift while RL ran, by name.
+    facts: shown on top, by label. curves: one value a training step, by metric. harness: both
+    models' scores in the lm-evaluation-harness. examples: problems shown of each kind, drawn with
+    the comparison's seed. before, after: what the models are, e.g. `start_model` without a warm
+    start; empty: what their tables say. audits: of the scorers, by who scores. drift: sentences on
+    signals of drift, by name.
     """
     check_paired(rows_before, rows_after)
     models = (comparison.before, comparison.after)

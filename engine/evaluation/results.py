@@ -1,7 +1,6 @@
 """The table of an evaluation: one row a problem and model, built from completions with scores.
 
-It also checks that two tables can be compared: same problems, same order, same text. Decoding and
-scoring are in `scoring`; statistics over the table are in `summary`.
+It also checks that two tables can be compared: same problems, same order, same text.
 """
 
 from __future__ import annotations
@@ -147,16 +146,14 @@ def require_problems(rows: pd.DataFrame, sets: Mapping[str, pd.DataFrame], where
     if prompt_digest(rows) == prompt_digest(problems):
         return
     keys, known = (
-        list(table[_IDENTITY].astype(str).itertuples(index=False, name=None))
+        set(table[_IDENTITY].astype(str).itertuples(index=False, name=None))
         for table in (rows, problems)
     )
-    repeated = len(keys) - len(set(keys))
-    foreign = len(set(keys) - set(known))
-    missing = len(set(known) - set(keys))
     raise DataError(
-        f"{where} has {len(keys)} rows, and the evaluation sets of its dataset have {len(known)} "
-        f"problems: {foreign} of other problems, {repeated} of a problem that is there already, "
-        f"{missing} problems without a row; evaluate the model again on the whole dataset"
+        f"{where} has {len(rows)} rows, and the evaluation sets of its dataset have "
+        f"{len(problems)} problems: {len(keys - known)} of other problems, "
+        f"{len(rows) - len(keys)} of a problem that is there already, {len(known - keys)} problems "
+        "without a row; evaluate the model again on the whole dataset"
     )
 
 
@@ -167,8 +164,7 @@ def check_paired(before: pd.DataFrame, after: pd.DataFrame) -> str:
     another order or number of them, or more than one model each.
     """
     for side, rows in (("before", before), ("after", after)):
-        missing = [column for column in EVALUATION_ROWS if column not in rows.columns]
-        if missing:
+        if missing := [column for column in EVALUATION_ROWS if column not in rows]:
             raise DataError(f"evaluation rows ({side}) lack the columns {missing}; evaluate again")
         models = sorted(map(str, rows["model"].unique()))
         if len(models) != 1:

@@ -131,10 +131,9 @@ def evaluate_model(
     """Decode each problem, or run its episode, once greedily and `config.samples` times sampled.
 
     `problems` are RL rows by evaluation set, or those of the set `test` alone. Returns the table of
-    `engine.evaluation.results`, set by set. `on_progress(n)` is called with the number of finished
-    completions, `1 + config.samples` a problem. `part` is (which, of how many): consecutive shares
-    of the problems, whose tables together are that of all of them. Raises DataError for a set
-    without rows, ConfigError for a part without problems, and what `decode_passes` raises.
+    `engine.evaluation.results`, set by set. `on_progress(n)` gets the number of finished
+    completions. `part` is (which, of how many) consecutive shares of the problems. Raises DataError
+    for a set without rows, ConfigError for a part without problems, and as `decode_passes` does.
     """
     sets = {TEST: problems} if isinstance(problems, pd.DataFrame) else dict(problems)
     n = config.samples
@@ -180,11 +179,13 @@ def _answer(
     longest, share = max(map(len, prompts)), share_of(len(frame), part)
     frame, prompts = frame.iloc[share].reset_index(drop=True), prompts[share]
     questions, scored = scorer_inputs(frame, prompts)
+    # As environments read them.
+    columns = {{"messages": "prompt"}.get(key, key): values for key, values in scored.items()}
     with closing(Scorer(config.scorer, config.plugins)) as scorer:
         answers = decode_passes(
             folder, prompts, passes, config, max_prompt_length=max_prompt_length,
             first_prompt=share.start, longest_prompt=longest, on_progress=on_progress,
-            columns=_environment_columns(config, scored),
+            columns=columns if config.runs_episodes else None,
         )  # fmt: skip
         return [
             judge_answers(scorer, tokenizer, decoded, questions, scored, params.n)
@@ -201,16 +202,6 @@ def _joined(sets: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
         extra = [x if isinstance(x, Mapping) else {} for x in frame["extra_info"]]
         frame["extra_info"] = pd.Series(extra, dtype=object)
     return frame
-
-
-def _environment_columns(
-    config: EvaluateConfig, scored: Mapping[str, list[object]]
-) -> dict[str, list[object]] | None:
-    """The rows' columns as environments read them; None where no episodes are run."""
-    if not config.runs_episodes:
-        return None
-    columns = {key: values for key, values in scored.items() if key != "messages"}
-    return columns | {"prompt": scored["messages"]}
 
 
 def share_of(problems: int, part: tuple[int, int]) -> slice:

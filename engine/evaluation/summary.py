@@ -1,8 +1,6 @@
 """The comparison of two tables of evaluation rows: in total, by source and level, and by set.
 
-It makes numbers and lines of text: `engine.promotion` decides whether a gain suffices, and
-`report_page` how it looks. The table of an evaluation holds the problems of all evaluation sets;
-`TEST` is the run's own split.
+The table of an evaluation holds the problems of all evaluation sets; `TEST` is the run's own split.
 """
 
 from __future__ import annotations
@@ -83,9 +81,7 @@ def compare_episodes(
     no_tools = not any(table[tools].to_numpy(float).any() for table in tables)
     measures = []
     confidence = statistics.confidence
-    for label, name, kind in _MEASURED:
-        if no_tools and name in tools:
-            continue
+    for label, name, kind in (m for m in _MEASURED if m[1] not in tools or not no_tools):
         old, new = (table[name].to_numpy(float) for table in tables)
         first, second = (metrics.mean_interval(v, confidence, kind) for v in (old, new))
         change = metrics.paired_interval(old, new, confidence, kind)
@@ -227,11 +223,12 @@ class Part:
     def line(self) -> str:
         """E.g. `gsm8k: pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …`."""
         name = f"{self.source}, {self.level}" if self.level else self.source
-        return f"{name}: {described(self.before, self.after, self.gain, self.problems)}"
+        return f"{name}: {described(self)}"
 
 
-def described(before: ModelSummary, after: ModelSummary, gain: Interval, problems: int) -> str:
+def described(models: EvaluationComparison | Part) -> str:
     """Both models' rates: `pass@1 40.0% → 55.0% (+15.0 [+3.0, +27.0]), …; 60 problems`."""
+    before, after = models.before, models.after
     shown = {
         "pass@1": (before.pass_at_1, after.pass_at_1),
         "mean@k": (before.mean_at_k, after.mean_at_k),
@@ -240,10 +237,10 @@ def described(before: ModelSummary, after: ModelSummary, gain: Interval, problem
         "truncated": (before.truncated, after.truncated),
     }
     rates = [f"{label} {old.mean:.1%} → {new.mean:.1%}" for label, (old, new) in shown.items()]
-    rates[0] += f" ({_signed(gain, 100, 1)})"
+    rates[0] += f" ({_signed(models.gain, 100, 1)})"
     errors = before.errors + after.errors
     failed = f", {errors} not scored" if errors else ""
-    return f"{', '.join(rates)}; {problems} problems{failed}"
+    return f"{', '.join(rates)}; {models.problems} problems{failed}"
 
 
 def breakdown(before: pd.DataFrame, after: pd.DataFrame, statistics: Statistics) -> list[Part]:
@@ -286,13 +283,11 @@ class EvaluatedSet:
 
     def lines(self) -> list[str]:
         """A line with the scores and the contamination, then a line a part."""
-        comparison = self.comparison
-        rates = described(comparison.before, comparison.after, comparison.gain, comparison.problems)
-        lines = [f"{self.name}: {rates}; {self.contamination}"]
-        if comparison.episodes:
-            measures = "; ".join(measure.line() for measure in comparison.episodes)
-            lines.append(f"{self.name}: {measures}")
-        return [*lines, *(f"{self.name}: {part.line()}" for part in self.proper_parts)]
+        lines = [f"{described(self.comparison)}; {self.contamination}"]
+        if episodes := self.comparison.episodes:
+            lines.append("; ".join(measure.line() for measure in episodes))
+        lines += [part.line() for part in self.proper_parts]
+        return [f"{self.name}: {line}" for line in lines]
 
     @property
     def proper_parts(self) -> list[Part]:
@@ -301,9 +296,8 @@ class EvaluatedSet:
     @property
     def contamination(self) -> str:
         """E.g. `3 of 512 prompts known from training (0.6%)`."""
-        problems = self.comparison.problems
-        share = self.known / problems
-        return f"{self.known} of {problems} prompts known from training ({share:.1%})"
+        known, problems = self.known, self.comparison.problems
+        return f"{known} of {problems} prompts known from training ({known / problems:.1%})"
 
 
 def read_problems(dataset: Path) -> dict[str, pd.DataFrame]:

@@ -3,8 +3,7 @@
 Artifact `dataset`: `sft_train`, `sft_validation`, `train`, `validation`, `test` (`.parquet`, in the
 data contract of `engine.data.contract`), `test_<name>.parquet` of each evaluation set, `tokenizer/`
 (Hugging Face), `dataset.json` (lengths in tokens), `README.md` (the card), and after `ingest` the
-ledger of all files that were ingested, `arrivals.json`. The champion's own ledger counts, so data
-of a model that was not promoted are new again in the next run.
+ledger of all files that were ingested, `arrivals.json`.
 """
 
 from __future__ import annotations

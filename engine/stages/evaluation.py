@@ -32,6 +32,7 @@ from engine.redaction import redact
 from engine.rewards import scorer_identity
 from engine.stages import reward_audit
 from engine.stages.fetch import START_MODEL, first_model, trained_by
+from engine.stages.promotion import read_decision
 from engine.stages.settings import EvaluationSettings, RunContext
 from engine.stages.stage import Artifact, host, ray_for, run_folder, shared, show_facts, stage
 from engine.storage.artifacts import Parent, local_path, read_manifest
@@ -124,13 +125,9 @@ def evaluation_metrics(sets: Sequence[summary.EvaluatedSet]) -> dict[str, float]
     """Return rates and gains of the split `test`, of episodes, and of further evaluation sets."""
     comparison = sets[0].comparison
     gain = comparison.gain
-    metrics = {
-        "pass_at_1_warm_start": comparison.before.pass_at_1.mean,
-        "pass_at_1_rl": comparison.after.pass_at_1.mean,
-        "gain": gain.mean,
-        "gain_low": gain.low,
-        "gain_high": gain.high,
-    }
+    metrics = dict(zip(("gain", "gain_low", "gain_high"), gain, strict=True))
+    metrics["pass_at_1_warm_start"] = comparison.before.pass_at_1.mean
+    metrics["pass_at_1_rl"] = comparison.after.pass_at_1.mean
     for episode in comparison.episodes:
         name = episode.name.replace(", ", "/").replace(" ", "_")
         metrics[f"episodes/{name}_rl"] = episode.after.mean
@@ -148,10 +145,7 @@ def evaluate_part(
     warm_start: Artifact,
     policy: Artifact,
 ) -> pd.DataFrame:
-    """Return both models' rows of one share of the problems, `part` of `config.map_parts`.
-
-    Joined tables are those of one machine, to the bit where its arithmetic is.
-    """
+    """Return both models' rows of one share of the problems, `part` of `config.map_parts`."""
     from engine.evaluation.decode import uses_ranks
 
     config = settings.config
@@ -196,14 +190,13 @@ def harness_metrics(
 ) -> dict[str, float]:
     """Run the lm-evaluation-harness on each model, if configured; return its scores as metrics."""
     scores: dict[str, list[lm_eval.HarnessScore]] = {}
-    if not config.lm_eval.tasks:
-        return {}
-    for name, model in models.items():
+    for name, model in models.items() if config.lm_eval.tasks else ():
         with tempfile.TemporaryDirectory(prefix="hybridflyte-lm-eval-") as scratch:
             scores[name] = lm_eval.run_lm_eval(model, config.lm_eval, seed, Path(scratch))
         line = ", ".join(f"{s.task} {s.metric} {s.value:.4g}" for s in scores[name])
         say(f"evaluation: lm-evaluation-harness on {name}: {line}")
-    (folder / lm_eval.FILE).write_text(lm_eval.to_json(scores, config.confidence))
+    if scores:
+        (folder / lm_eval.FILE).write_text(lm_eval.to_json(scores, config.confidence))
     return {
         score.key if name == "rl" else f"{score.key}_{name}": score.value
         for name, model_scores in scores.items()
@@ -231,9 +224,6 @@ def known_from_training(dataset: Path, test: pd.DataFrame) -> int:
 def training_curves(policy: Path) -> dict[str, list[float]]:
     """Return the per-step metrics of training that made the model; empty where it is not known."""
     run = read_policy_steps(policy)
-    if run is None:
-        return {}
-    steps = run.rows
     columns = {
         "reward": "reward/mean",
         "KL": "actor/kl",
@@ -243,7 +233,9 @@ def training_curves(policy: Path) -> dict[str, list[float]]:
         "margin of implicit rewards": "preference/rewards/margins",
         "preferences ranked right": "preference/rewards/accuracies",
     }
-    return {label: steps[key].tolist() for label, key in columns.items() if key in steps}
+    if run is None:
+        return {}
+    return {label: run.rows[key].tolist() for label, key in columns.items() if key in run.rows}
 
 
 def evaluation_page(
@@ -319,7 +311,7 @@ def model_facts(digest: str, policy: Path, page: bool = False) -> dict[str, str 
 
 def read_verdict(promotion: Path) -> Verdict:
     """Return what `decision.json` says, for a person."""
-    decision: dict[str, Any] = json.loads((promotion / "decision.json").read_text())
+    decision = read_decision(promotion)
     version = f"{decision['model_name']} version {decision['model_version']}"
     holds = decision["promoted"] or decision["previous_champion"] == decision["model_version"]
     if holds:
@@ -375,7 +367,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     manifests = {name: read_manifest(folder) for name, folder in folders.items()}
     start = manifests["sft"].config.get("model")
     comparison = summary.read_sets(folders["evaluation"])[0].comparison
-    decision = json.loads((folders["promotion"] / "decision.json").read_text())
+    decision = read_decision(folders["promotion"])
     gain, execution = comparison.gain, host().execution or run.run_id
     passed = {"warm_start": comparison.before.pass_at_1, "rl": comparison.after.pass_at_1}
     steps = read_policy_steps(folders[POLICY])
@@ -471,26 +463,18 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         say(f"over-optimisation: {learned.sentence()}")
     say(f"promotion: {decision['reason']}")  # too long for a table's column
     if max(facts["pass_at_1"].values()) < NEAR_ZERO:
-        say(near_zero_advice(facts["start_model"]))
+        start = facts["start_model"]
+        names = {"": "a model this small, from scratch,", None: "the model that RL started from"}
+        say(
+            f"Both models are near 0: {names.get(start, f'the start model {start}')} solves almost "
+            "none of these problems. Look at its answers in the report, and start from a stronger "
+            "model with --model FOLDER."
+        )
 
 
 def audit_line(audit: Mapping[str, Any]) -> str:
     """Say how a scorer's audit ended, as an evaluation records it."""
     return "passed" if audit["passed"] else f"can be fooled: {', '.join(audit['holes'])}"
-
-
-def near_zero_advice(start_model: str | None) -> str:
-    """Say what to do where neither model solves anything."""
-    if start_model == "":
-        return (
-            "Both models are near 0: a model this small, from scratch, can't solve these problems. "
-            "Start from a pretrained one with --model FOLDER."
-        )
-    name = f"the start model {start_model}" if start_model else "the model that RL started from"
-    return (
-        f"Both models are near 0: {name} solves almost none of these problems. Look at its answers "
-        "in the report, and start from a stronger model with --model FOLDER."
-    )
 
 
 def ranking(metrics: dict[str, float]) -> str:
@@ -535,10 +519,9 @@ def review(
 ) -> Path:
     """Write the page of an artifact's lineage; LineageError, with the page shown, on tampering.
 
-    Like `python -m engine.lineage`, but where the artifacts are. `against` (empty: nothing) is
-    compared with it, and `store` (empty: the one it lies in) is searched. With `verify_content`,
-    all that it was made from and that came of it is re-hashed. With `require_signatures` each must
-    be signed by one of the keys in `$HYBRIDFLYTE_PUBLIC_KEYS`, too.
+    `against` (empty: nothing) is compared with it, `store` (empty: the one it lies in) is searched.
+    With `verify_content`, all that it was made from and that came of it is re-hashed. With
+    `require_signatures` each must be signed by a key in `$HYBRIDFLYTE_PUBLIC_KEYS`, too.
     """
     trusted = trusted_keys() if require_signatures else None
     lineage = lookup.review([*filter(None, [against]), artifact], [store] if store else [])

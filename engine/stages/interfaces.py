@@ -30,10 +30,8 @@ def signature_of(
     """Return the signature of a stage's function as a front's task has it.
 
     body: `module.function` of `engine.stages`. types: the front's own by the engine's names, such
-    as a type of folders for `Artifact`. gives: the output's type in the place of the function's.
-    inputs: types of single inputs in the place of the function's.
-
-    Raises NameError for a type that is neither of `engine.stages.settings` nor among `types`.
+    as a type of folders for `Artifact`. gives, inputs: types of the output and of single inputs in
+    the place of the function's. Raises NameError for any other type.
     """
     module, name = body.split(".")
     node = _functions(module)[name]

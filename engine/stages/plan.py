@@ -7,12 +7,13 @@ a digest. What modules import from elsewhere is not in it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +34,7 @@ from engine.config import (
     explain,
 )
 from engine.console import say
+from engine.data.cells import texts_of
 from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
@@ -43,7 +45,7 @@ from engine.stages.profiles import Profile, changed
 from engine.stages.stage import Artifact, execution_tags, host, library_versions, show_run
 from engine.storage import digests, signatures
 from engine.storage.digests import PACKAGES, sources_digest
-from engine.storage.filesystem import as_path, is_remote, pin_revision, require_model_name
+from engine.storage.filesystem import as_path, home, is_remote, pin_revision, require_model_name
 from engine.tracking import Tracker
 
 BY_RL = ("rlhf", "agents", "classic_rlhf")  # workflows with a warm start and RL
@@ -93,7 +95,7 @@ def plan(
         source = f"{pairs_digest[:12]} in {config.pairs.path}" if pairs_digest else "of rollouts"
         facts["preferences"] = source
     run = open_run(config, data_digest, workflow)
-    more = "".join(f", {name} {text}" for name, text in facts.items())
+    more = f", preferences {source}" if by_preferences else ""
     say(f"run {run.run_id}: config {digest(config)[:12]}, data {data_digest[:12]}{more}")
     if 0 < config.data.test_size < (fewest := config.promote.minimum_problems):
         say(
@@ -153,11 +155,10 @@ def reward_audit_settings(config: PipelineConfig) -> settings.RewardAuditSetting
     rewards, code = {"evaluation": evaluate.scorer}, {"evaluation": evaluate.named_content}
     if rl.reward != evaluate.scorer:
         rewards["rl"], code["rl"] = rl.reward, _code_digest(_reward_names(rl.reward), *rl.plugins)
+    plugins = tuple(dict.fromkeys((*rl.plugins, *evaluate.plugins)))
+    required = config.promote.require_reward_audit
     return settings.RewardAuditSettings(
-        rewards=rewards,
-        plugins=tuple(dict.fromkeys((*rl.plugins, *evaluate.plugins))),
-        code=code,
-        required=config.promote.require_reward_audit,
+        rewards=rewards, plugins=plugins, code=code, required=required
     )
 
 
@@ -170,14 +171,9 @@ def audit_profile(config: PipelineConfig, machines: Profile) -> Profile:
 
 def promotion_settings(config: PipelineConfig) -> settings.PromotionSettings:
     """Return the settings of `promote`."""
-    evaluate, promote = config.evaluate, config.promote
-    return settings.PromotionSettings(
-        data=config.data,
-        evaluate=evaluate,
-        config=promote,
-        lineage=config.lineage,
-        seed=config.seed,
-    )
+    sections: dict[str, Any] = {"data": config.data, "evaluate": config.evaluate}
+    sections |= {"config": config.promote, "lineage": config.lineage}
+    return settings.PromotionSettings(**sections, seed=config.seed)
 
 
 def plan_promotion(
@@ -248,7 +244,8 @@ def check_settings(config: PipelineConfig) -> None:
     require_packages(config.tracking.logger, "tracking.logger")
     require_lm_eval(config.evaluate.lm_eval)
     key = checks_key(config)
-    if key and host().has_passed(key):
+    passed = home() / "checks" / key
+    if key and passed.exists():
         return
     from engine.evaluation.decode import check_evaluation_layout
     from engine.rollout.protocol import check_engine
@@ -263,7 +260,8 @@ def check_settings(config: PipelineConfig) -> None:
     check_engine(config.evaluate.engine)
     check_evaluation_layout(config.evaluate)
     if key:
-        host().remember_passed(key)
+        with contextlib.suppress(OSError):  # then it is checked again
+            passed.mkdir(parents=True, exist_ok=True)
 
 
 def checks_key(config: PipelineConfig) -> str:
@@ -327,12 +325,10 @@ def check_inputs(config: PipelineConfig) -> tuple[str, int]:
 
 def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> settings.RunContext:
     """Start the parent run in MLflow; a dry run has none."""
-    tracking = config.tracking
+    values: dict[str, Any] = {"experiment": config.tracking.experiment}
+    values |= {"logger": config.tracking.logger, "started_at": time.time()}
     if host().dry_run:
-        nothing = {"mlflow_run": "", "mlflow_url": "", "started_at": time.time()}
-        return settings.RunContext(
-            run_id="dry-run", experiment=tracking.experiment, logger=tracking.logger, **nothing
-        )
+        return settings.RunContext(run_id="dry-run", mlflow_run="", **values)
     run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
     execution = host().execution or run_id
     tracker = Tracker(experiment=config.tracking.experiment)
@@ -348,14 +344,8 @@ def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> setting
         },
         key=execution,
     )
-    return settings.RunContext(
-        run_id=run_id,
-        mlflow_run=parent,
-        experiment=config.tracking.experiment,
-        started_at=time.time(),
-        mlflow_url=tracker.run_url(parent),
-        logger=config.tracking.logger,
-    )
+    url = tracker.run_url(parent)
+    return settings.RunContext(run_id=run_id, mlflow_run=parent, mlflow_url=url, **values)
 
 
 def preferences_digest(pairs: PairsConfig) -> str:
@@ -406,18 +396,17 @@ def pin_named_content(config: C) -> C:
     for setting in ("algorithm.teacher", "critic.model_path"):
         rl = changed(rl, setting, pin_revision(attrgetter(setting)(rl), f"rl.{setting}"))
     several = "algorithm.distillation.teachers"
-    teachers = tuple(
-        changed(teacher, "model", pin_revision(teacher.model, f"rl.{several}[{i}].model"))
-        for i, teacher in enumerate(rl.algorithm.distillation.teachers)
-    )
-    rl = changed(rl, several, teachers)
+    teachers = list(rl.algorithm.distillation.teachers)
+    for i, teacher in enumerate(teachers):
+        commit = pin_revision(teacher.model, f"rl.{several}[{i}].model")
+        teachers[i] = changed(teacher, "model", commit)
+    rl = changed(rl, several, tuple(teachers))
     rl = changed(rl, "named_content", named_content(rl))
     if rl.rollout.multi_turn.enable:
         agent = pinned_agent(rl.rollout.agent, rl.rollout.multi_turn)
         rl = changed(rl, "rollout.agent", agent)
-    pairs = _with_reward_code(config.ranking())
-    evaluate = pinned_evaluation(config)
-    return config.model_copy(update={"rl": rl, "pairs": pairs, "evaluate": evaluate})
+    pinned = {"pairs": _with_reward_code(config.ranking()), "evaluate": pinned_evaluation(config)}
+    return config.model_copy(update={"rl": rl, **pinned})
 
 
 def pin_model_commit(config: C) -> C:
@@ -451,30 +440,12 @@ def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig
     from engine.agents.agent_runner import agent_files
 
     environment, play = agent.environment, agent.play
-    named = [environment.name, multi_turn.format, *_texts(environment.options)]
-    named += _texts(play.options)
+    named = [environment.name, multi_turn.format, *texts_of([environment.options, play.options])]
     files = agent_files(play.name) if play.name else []
-    if not files:
-        named.append(play.name)
-    contents = [digests.hash_file(name) for name in (*named, *files) if _is_file(name)]
+    named += [] if files else [play.name]
+    contents = [digests.hash_file(name) for name in (*named, *files) if os.path.isfile(name)]
     content = _joined(_code_digest(named), *contents)
     return changed(agent, "named_content", content)
-
-
-def _texts(value: object) -> Iterator[str]:
-    """Yield all texts in an option's value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | Sequence):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(part)
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).is_file()
-    except (OSError, ValueError):  # no name of a file: too long, or with a null character
-        return False
 
 
 def _reward_names(reward: RewardConfig) -> list[str]:

@@ -112,12 +112,8 @@ def image(kind: str = "default") -> str:
     return os.environ.get(IMAGES[kind]) or os.environ.get(IMAGES["default"]) or ""
 
 
-# Credentials of pods, by the cluster's secrets: variable, then group and key of the secret, as in
-#
-#     HYBRIDFLYTE_SECRETS="MLFLOW_TRACKING_TOKEN=hybridflyte/mlflow,HF_TOKEN=hybridflyte/hub"
-#
-# They are part of a task's template, so the setting is read when tasks are registered. On a laptop
-# variables are what they are.
+# Credentials of pods, by the cluster's secrets: variable, then group and key of the secret, e.g.
+# HF_TOKEN=hybridflyte/hub. They are part of a task's template, and read when it is registered.
 
 SECRETS = "HYBRIDFLYTE_SECRETS"
 
@@ -200,11 +196,6 @@ def machine_pod(container: str, profile: Profile) -> V1PodSpec:
     return _pod(container, profile, profile.cpus, profile.memory_gib, gpus)
 
 
-def head_pod(container: str) -> V1PodSpec:
-    """Return the pod of a Ray head: no GPU and no toleration of GPU machines' taint."""
-    return _pod(container, LAPTOP, 1, 4, {})  # cores, GiB, GPUs
-
-
 def _pod(
     container: str, profile: Profile, cpus: int, memory_gib: int, gpus: dict[str, str]
 ) -> V1PodSpec:
@@ -243,9 +234,11 @@ def ray_job(
     the container and what builds the specification.
     """
     head, worker = "ray-head", "ray-worker"
+    # Cores, GiB, and no GPU, whose machines' taint it does not tolerate.
+    head_pod = partial(_pod, head, LAPTOP, 1, 4, {})
     return {
         "head_node_config": plugin.HeadNodeConfig(
-            ray_start_params={"num-cpus": "0"}, pod_template=pod(head, partial(head_pod, head))
+            ray_start_params={"num-cpus": "0"}, pod_template=pod(head, head_pod)
         ),
         "worker_node_config": [
             plugin.WorkerNodeConfig(

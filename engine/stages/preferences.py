@@ -60,11 +60,8 @@ def pairs(
     `engine.data.contract`, as `python -m engine.main_preference` reads them, and `README.md`.
     """
     config, metrics = settings.config, dict[str, float]()
-    recorded = {
-        "pairs": config.model_dump(mode="json"),
-        "kind": settings.kind,
-        "seed": settings.seed,
-    }
+    recorded: dict[str, Any] = {"pairs": config.model_dump(mode="json")}
+    recorded |= settings.model_dump(include={"kind", "seed"})
     if not config.path:
         recorded["max_response_length"] = settings.data.max_response_length
     on_ray = not config.path and uses_ranks(layout_of(config))
@@ -72,14 +69,12 @@ def pairs(
         folder = this.load_parent("dataset", dataset)
         if config.path:
             origin, made_of = config.path, settings.source_digest
-            this.parents.append(
-                Parent(name="preferences", kind="source", digest=made_of, uri=origin)
-            )
+            parent = Parent(name="preferences", kind="source", digest=made_of, uri=origin)
+            this.parents.append(parent)
             tests = map(pd.read_parquet, evaluation_files(folder).values())
             held_out = [prompt for test in tests for prompt in test["prompt"]]
-            rows = read_preference_tables(
-                config, settings.data, settings.kind, held_out, settings.seed
-            )
+            kind, seed = settings.kind, settings.seed
+            rows = read_preference_tables(config, settings.data, kind, held_out, seed)
             tables = {"train": rows.train, "validation": rows.validation}
             source, notes = config.path, list(rows.notes)
         else:
@@ -231,17 +226,12 @@ def reward_model_training(
 
     Artifact `reward_model`: a sequence-classification folder with one label and its tokenizer,
     which the reward `reward_model` loads, or with `head=likelihood` a language model's, for the
-    reward `likelihood`; PPO's critic starts from either. And `metrics.parquet`, a row a step.
-    Accuracy on held-out pairs with its interval and calibration error are its metrics. On a profile
-    with several GPUs ranks share the model (`reward_model.parallel`).
+    reward `likelihood`; PPO's critic starts from either. And `metrics.parquet`, a row a step. Its
+    metrics are accuracy on held-out pairs with its interval, and calibration error.
     """
     config = settings.config
-    recorded: dict[str, object] = {
-        "reward_model": config.model_dump(mode="json"),
-        "seed": settings.seed,
-    }
-    if settings.dtype:
-        recorded["dtype"] = settings.dtype
+    recorded: dict[str, object] = {"reward_model": config.model_dump(mode="json")}
+    recorded |= settings.model_dump(include={"seed", "dtype"} if settings.dtype else {"seed"})
     with stage("reward_model", run, recorded, on_ray=is_on_ray(config)) as this:
         this.load_parent("pairs", pairs)
         this.load_parent("policy", policy)
@@ -288,33 +278,32 @@ def open_trainer(
 
 
 def learn_in_rounds(
-    front: Any,
     profile: Profile,
     run: RunContext,
     pairs_settings: PairsSettings,
     settings: PreferenceSettings,
-    dataset: Any,
-    start: Any,
-) -> Any:
+    dataset: Artifact,
+    start: Artifact,
+    *,
+    front: Any,
+) -> Artifact:
     """Make preferences, their reference and an update by a front's tasks, `pairs.rounds` times.
 
     One round is the offline pipeline; in several the policy of the round before makes the pairs and
-    is the reference. Returns the task's output of the last policy.
+    is the reference. Artifacts are as the front's tasks take and give them.
     """
     # A round's pairs don't depend on how many others there are.
     config = pairs_settings.config.model_copy(update={"rounds": 1})
     reference = settings.model_copy(update={"config": reference_settings(settings.config)})
-    policy = start
+    policy: Any = start
     for number in range(pairs_settings.config.rounds):
         seed = {"seed": settings.seed + number}
         sampled = pairs_settings.model_copy(update={"config": config, **seed})
         made = front.pairs(profile, run=run, settings=sampled, dataset=dataset, policy=policy)
         inputs = {"run": run, "pairs": made, "policy": policy}
         log_probs = front.reference_log_probs(profile, settings=reference, **inputs)
-        training = settings.model_copy(update=seed)
-        policy = front.preference_training(
-            profile, settings=training, reference=log_probs, **inputs
-        )
+        inputs |= {"settings": settings.model_copy(update=seed), "reference": log_probs}
+        policy = front.preference_training(profile, **inputs)
     return policy
 
 

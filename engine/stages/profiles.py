@@ -376,10 +376,10 @@ def _check_size(
     """Raise ConfigError for a layout of more ranks than GPUs."""
     from engine.parallel.layout import Layout
 
-    ranks, most = Layout.of(parallel).world_size, f"profile={profile.name} has at most"
+    ranks, gpus = Layout.of(parallel).world_size, profile.max_gpus
+    most = f"profile={profile.name} has at most"
     if one_machine:
-        most = f"a machine of profile={profile.name}, which evaluates, has"
-    gpus = profile.gpus if one_machine else profile.max_gpus
+        gpus, most = profile.gpus, f"a machine of profile={profile.name}, which evaluates, has"
     if ranks > gpus:
         raise ConfigError(
             f"{setting} is a layout of {ranks} ranks, but {most} {gpus} GPUs; choose a smaller "

@@ -48,10 +48,8 @@ def promote(
 
     Artifact `promotion`: `decision.json` (promoted or not, why, each rule's outcome, against which
     champion), `evidence.json`, and `rows_champion.parquet` where the champion was evaluated here.
-    The rules are `engine.promotion.rules`. Anything missing, unreadable or tampered with promotes
-    nothing. Running it again for the same model changes nothing.
-
-    approved_by: who approved, for `promote.approval=required`; without it such a promotion waits.
+    Anything missing, unreadable or tampered with promotes nothing. Running it again for the same
+    model changes nothing. approved_by: who approved, where `promote.approval=required`.
     """
     config = settings.config
     recorded = {"promote": config.model_dump(mode="json"), "seed": settings.seed}
@@ -218,11 +216,9 @@ def decide(
 ) -> Artifact:
     """Register a model, move the alias where `judge` says so, and publish `decision.json`.
 
-    The same content is registered once. Its files go to the MLflow run that made it, or where that
-    is unknown or deleted (a lost attempt), to the pipeline's run, which every retry shares.
-
-    source: the model, a parent of the stage. facts: what its kind's decision holds besides.
-    trusted: the public keys by which MLflow's copy must be signed; None: it need not be.
+    The same content is registered once, in the MLflow run that made it, or where that is unknown or
+    deleted, in the pipeline's. source: the model, a parent of the stage. facts: what its kind's
+    decision holds besides. trusted: the public keys by which MLflow's copy must be signed, if any.
     """
     tracker = Tracker(experiment=run.experiment)
     model, name = this.inputs[source.name], config.model_name
@@ -264,15 +260,20 @@ def decide(
     return this.publish({"promoted": float(decision.promote)})
 
 
-def read_decision(promotion: Artifact) -> dict[str, Any]:
-    """Return `decision.json` of an artifact `promotion`."""
-    decision: dict[str, Any] = json.loads((promotion.local() / "decision.json").read_text())
+def read_decision(folder: Path) -> dict[str, Any]:
+    """Return `decision.json` of a promotion's folder."""
+    decision: dict[str, Any] = json.loads((folder / "decision.json").read_text())
     return decision
+
+
+def waits_for_approval(promotion: Artifact) -> bool:
+    """Return whether a promotion lacks only approval."""
+    return bool(read_decision(promotion.local())["waits_for_approval"])
 
 
 def approval_request(promotion: Artifact) -> str:
     """Say what a person is asked to approve."""
-    decision = read_decision(promotion)
+    decision = read_decision(promotion.local())
     rules = "; ".join(outcome["sentence"] for outcome in decision["outcomes"])
     return (
         f"make {decision['model_name']} version {decision['model_version']} the "
@@ -294,24 +295,16 @@ def rollback(
     """Move the alias back to the previous champion, or to the version `to`.
 
     Artifact `rollback`: `rollback.json`, the move with its reason; its parents are the restored
-    model and the replaced one. `python -m engine.promotion rollback` does the same.
-
-    It needs `expected` (empty: any) to be the champion. `forced` takes a `to` that never was one.
-    `approved_by` agrees, where the version has no approval that it needs. A second call with the
-    same `request` (empty: the execution) changes nothing.
+    model and the replaced one. It needs `expected` (empty: any) to be the champion. `forced` takes
+    a `to` that never was one. `approved_by` agrees, where the version has no approval that it
+    needs. A second call with the same `request` (empty: the execution) changes nothing.
     """
     execution = host().execution
     request = request or execution or f"local-{uuid.uuid4().hex[:12]}"
     tracker = Tracker()
-    move = Champions(tracker, model_name, alias).rollback(
-        reason,
-        to=to,
-        expected=expected,
-        request=request,
-        by=execution or "local",
-        force=forced,
-        approved_by=approved_by,
-    )
+    options: dict[str, Any] = {"expected": expected, "force": forced, "approved_by": approved_by}
+    options |= {"request": request, "by": execution or "local"}
+    move = Champions(tracker, model_name, alias).rollback(reason, to=to, **options)
     say(f"rollback: {model_name} {alias}: {move.sentence()}")
     show_facts("Rollback", {"model": model_name, "alias": alias, "move": move.sentence()})
     parents: list[Parent] = []

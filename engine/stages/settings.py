@@ -45,13 +45,24 @@ class RunContext(_Values):
     logger: tuple[str, ...] = ("console",)  # `tracking.logger`
 
 
-class DatasetSettings(_Values):
+class _Seeded(_Values):
+    seed: int
+
+
+class _OfData(_Seeded):
     data: DataConfig
+
+
+class _OnPairs(_Seeded):
+    dtype: str  # of the weights; empty: the folder's
+    too_long: str  # `pairs.too_long`
+
+
+class DatasetSettings(_OfData):
     source_digest: str  # what the source holds now
     model_path: str  # the start model's folder, or owner/name@commit; empty for one from scratch
     model_digest: str  # content of that folder, or owner/name@commit
     context: int  # the model's limit in tokens, which the longest prompt and response must fit
-    seed: int
 
 
 class NewData(_Values):
@@ -63,18 +74,15 @@ class NewData(_Values):
     dataset_digest: str  # its content
 
 
-class IngestSettings(_Values):
+class IngestSettings(_OfData):
     new_data: NewData
-    data: DataConfig
     retrain: RetrainConfig
-    seed: int
 
 
-class SFTSettings(_Values):
+class SFTSettings(_Seeded):
     start: ModelConfig
     start_digest: str  # content of the start model's folder, or owner/name@commit
     config: SFTConfig
-    seed: int
 
 
 class RewardAuditSettings(_Values):
@@ -84,55 +92,40 @@ class RewardAuditSettings(_Values):
     required: bool  # `promote.require_reward_audit`
 
 
-class RLSettings(_Values):
-    data: DataConfig
+class RLSettings(_OfData):
     config: RLConfig
     lora: LoRAConfig
-    seed: int
     dtype: str = ""  # `model.dtype`; empty: that of the warm start's folder, which resolved it
 
 
-class PairsSettings(_Values):
-    data: DataConfig
+class PairsSettings(_OfData):
     config: PairsConfig
     source_digest: str  # what the files of preferences hold now; empty for rollouts
     kind: Literal["pairs", "labels"]  # labels are for KTO
-    seed: int
 
 
-class PreferenceSettings(_Values):
+class PreferenceSettings(_OnPairs):
     config: PreferenceTrainingConfig
     lora: LoRAConfig
-    dtype: str  # of the weights; empty: the folder's
-    too_long: str  # `pairs.too_long`
-    seed: int
 
 
-class RewardModelSettings(_Values):
+class RewardModelSettings(_OnPairs):
     config: RewardModelTrainingConfig
-    dtype: str  # of the weights; empty: the folder's
-    too_long: str  # `pairs.too_long`
-    seed: int
 
 
-class RewardModelGateSettings(_Values):
+class RewardModelGateSettings(_Seeded):
     config: RewardModelGateConfig
     lineage: LineageConfig = LineageConfig()
-    seed: int
 
 
-class EvaluationSettings(_Values):
-    data: DataConfig
+class EvaluationSettings(_OfData):
     config: EvaluateConfig
-    seed: int
 
 
-class PromotionSettings(_Values):
-    data: DataConfig
+class PromotionSettings(_OfData):
     evaluate: EvaluateConfig
     config: PromoteConfig
     lineage: LineageConfig = LineageConfig()
-    seed: int
 
 
 class Plan(NamedTuple):

@@ -1,11 +1,9 @@
 """The frame of a stage: its MLflow run, staging folder, parents, checkpoints, manifest and host.
 
-    with stage("rl", run, settings) as this:
-        data = this.load_parent("dataset", dataset)
-        …  # write files into this.folder
-        return this.publish(metrics)
-
-What a stage must know of where it runs is its `Host`; `tasks.host` is Flyte's.
+with stage("rl", run, settings) as this:
+    data = this.load_parent("dataset", dataset)
+    …  # write files into this.folder
+    return this.publish(metrics)
 """
 
 from __future__ import annotations
@@ -65,12 +63,9 @@ class CheckpointPaths:
     previous: str | None = None
 
 
-DRY_RUN = "HYBRIDFLYTE_DRY_RUN"
-
-
 def is_dry_run() -> bool:
     """Tell whether workflows are planned alone, by the variable HYBRIDFLYTE_DRY_RUN."""
-    return os.environ.get(DRY_RUN, "") not in ("", "0")
+    return os.environ.get("HYBRIDFLYTE_DRY_RUN", "") not in ("", "0")
 
 
 class Host:
@@ -96,13 +91,6 @@ class Host:
     def checkpoint_paths(self) -> CheckpointPaths | None:
         """Return where this attempt's checkpoints go; None: into a folder of this machine."""
         return None
-
-    def has_passed(self, check: str) -> bool:
-        """Return whether `remember_passed` was called for this key."""
-        return False
-
-    def remember_passed(self, check: str) -> None:
-        """Keep that a check passed; its key names everything that the outcome depends on."""
 
 
 _host: ContextVar[Host] = ContextVar("host", default=Host())  # noqa: B039 (has no state)
@@ -269,10 +257,9 @@ class Stage:
             {"artifact_digest": manifest.digest, "manifest_digest": manifest.own_digest}
         )
         artifact = shared(path)
-        parents = {f"made of: {p.name}": f"{p.kind} {p.digest[:12]}" for p in self.parents}
-        show_facts(
-            "Result", {"artifact": f"{self.kind} {manifest.digest[:12]}", **parents, **metrics}
-        )
+        facts: dict[str, object] = {"artifact": f"{self.kind} {manifest.digest[:12]}"}
+        facts |= {f"made of: {p.name}": f"{p.kind} {p.digest[:12]}" for p in self.parents}
+        show_facts("Result", facts | metrics)
         where = artifact.uri if "://" in artifact.uri else display_path(path)
         say(f"{self.kind}: done in {human_time(metrics['seconds'])} → {where}")
         return artifact
@@ -340,8 +327,7 @@ def ray_for(on_ray: bool) -> contextlib.AbstractContextManager[None]:
     return ray_session("ray", LOCAL_OBJECT_STORE_BYTES)
 
 
-CAUSE_TAG = "hybridflyte.error"
-NODE_TAG = "hybridflyte.failed_node"
+CAUSE_TAG, NODE_TAG = "hybridflyte.error", "hybridflyte.failed_node"
 
 
 def record_failure(
@@ -355,10 +341,6 @@ def record_failure(
     status: str = "FAILED",
 ) -> None:
     """Write the cause to the MLflow run, end it and its open stages, and clean up.
-
-    A stage that raises records that itself. This covers what a stage can't report: a pod killed for
-    memory, a deadline, an image that can't be pulled, a command that a person ends. Checkpoints and
-    cached results stay, so that the next run resumes.
 
     An `execution` on a cluster is recorded even where it failed before its run was opened; without
     one there is something to record only for a `run`, and for a dry run never. A failure to record

@@ -11,6 +11,7 @@ import logging
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -54,9 +55,8 @@ _log = logging.getLogger(__name__)
 def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
     """Open a stage's logs for the block; none where `tracking.logger` names only MLflow.
 
-    Files are in the run's folder, `runs/<run id>/<stage>/`, and where there is a shared store also
-    there, as a pod's disk ends with the pod. A package that is missing, and a store that can't be
-    reached, fail before the block; a store that fails later costs a sentence in the log.
+    Files are in `runs/<run id>/<stage>/`, here and in a shared store. A missing package, and a
+    store that can't be reached, fail before the block; one that fails later costs a sentence.
     """
     names = [name for name in run.logger if name in ("file", *PACKAGES)]
     if not names:
@@ -64,18 +64,10 @@ def open_loggers(run: RunContext, this: Stage) -> Iterator[MetricLogs]:
         return
     require_packages(names, "tracking.logger")
     folder, below = run_folder(run, this.kind), f"{run.run_id}/{this.kind}"
-    with (
-        _copied(folder, below),
-        open_metric_logs(
-            names,
-            folder,
-            project=run.experiment,
-            run_name=f"{this.kind}-{run.run_id}",
-            settings=this.config,
-            keep=True,
-            below=below,
-        ) as logs,
-    ):
+    name = f"{this.kind}-{run.run_id}"
+    options: dict[str, Any] = {"project": run.experiment, "run_name": name, "keep": True}
+    options |= {"settings": this.config, "below": below}
+    with _copied(folder, below), open_metric_logs(names, folder, **options) as logs:
         yield logs
 
 
@@ -169,9 +161,7 @@ def train_on_rows(
             bar.update(step - bar.count, **shown)
 
         trainer.on_step = report
-        trainer.on_resume = lambda folder, step: say(
-            f"{name}: continues from {folder}, step {step}"
-        )
+        trainer.on_resume = lambda path, at: say(f"{name}: continues from {path}, step {at}")
         with bar:
             result.update(trainer.fit(train, validation, checkpoints.folder, checkpoints.previous))
         trainer.save(this.folder, tokenizer)
@@ -214,14 +204,10 @@ def sft(run: RunContext, settings: SFTSettings, dataset: Artifact) -> Artifact:
             folders = [start.path] if start.path and Path(start.path).is_dir() else []
             require_shared([str(this.folder), *folders])
 
-        def make() -> SFTTrainer:
-            digest = settings.start_digest
-            return SFTTrainer(model, tokenizer.pad_token_id, config, seed=seed, start=digest)
-
-        folder = data / "tokenizer"
-        return train_on_rows(
-            this, run, config, make, train, validation, folder, records_steps=False
-        )
+        pad, digest = tokenizer.pad_token_id, settings.start_digest
+        make = partial(SFTTrainer, model, pad, config, seed=seed, start=digest)
+        rows = (train, validation, data / "tokenizer")
+        return train_on_rows(this, run, config, make, *rows, records_steps=False)
 
 
 def start_model(
@@ -303,9 +289,8 @@ def rl(
             require_shared(shared)
         this.log_splits(folder, ("train", "validation"))
         longest = json.loads((folder / "dataset.json").read_text())["max_prompt_length"]
-        train, validation = (
-            pd.read_parquet(folder / f"{split}.parquet") for split in ("train", "validation")
-        )
+        train = pd.read_parquet(folder / "train.parquet")
+        validation = pd.read_parquet(folder / "validation.parquet")
         checkpoints = this.checkpoints()
 
         def save(write: rl_run.WriteModel, step: int) -> Path:

@@ -16,7 +16,7 @@ from engine.evaluation.scoring import share_of
 from engine.stages.profiles import LAPTOP
 from engine.stages.settings import EvaluationSettings
 from engine.storage.artifacts import read_manifest
-from tasks.host import open_table
+from tasks.host import TableFile
 from tasks.stages import evaluate
 
 
@@ -47,7 +47,7 @@ def test_parts_make_what_one_machine_makes(
     for name in ("rows_warm_start.parquet", "rows_rl.parquet", "comparison.json", "sets.json"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
     assert read_manifest(one).config == read_manifest(other).config, "comparable by the gate"
-    assert open_table(parts.rows_rl).path == other / "rows_rl.parquet"
+    assert parts.rows_rl.open(TableFile).all().path == other / "rows_rl.parquet"
     assert FlyteEntities.entities == known, "nothing more would be registered"
 
 

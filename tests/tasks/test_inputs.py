@@ -18,7 +18,7 @@ from engine.config.text import read_settings
 from engine.data import contract, rows
 from engine.errors import ConfigError, DataError, StorageError
 from engine.stages.plan import model_digest, pin_model_commit, pin_named_content
-from tasks.host import RLPrompts, SFTPairs, TableFile, as_table, open_table
+from tasks.host import RLPrompts, SFTPairs, TableFile, as_table
 from tasks.inputs import RLHFConfig
 
 
@@ -108,7 +108,7 @@ def test_a_table_passes_between_tasks_where_it_lies(pairs: TableFile) -> None:
 
     @task
     def use(table: SFTPairs) -> int:
-        file = open_table(table)
+        file = table.open(TableFile).all()
         seen.append(file.path)
         frame = file.read(contract.SFT_PAIRS, "sft_train")
         assert list(frame.columns) == ["prompt", "response", "extra_info"], "all, not the typed"

@@ -128,7 +128,6 @@ def test_a_plain_host_is_no_cluster() -> None:
     assert host().execution == ""
     assert execution_tags("run-1") == {"flyte.execution": "run-1"}
     assert host().checkpoint_paths() is None
-    assert host().has_passed("anything") is False
 
 
 @pytest.mark.parametrize(

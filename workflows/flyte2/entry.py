@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,8 @@ from engine.stages.settings import Plan, RetrainingPlan
 from engine.stages.stage import Artifact, is_dry_run, record_failure
 from workflows.flyte2 import host, stages
 from workflows.flyte2.environments import DRIVER, task_on
-from workflows.pipelines import Pipeline
+from workflows.pipelines import APPROVAL_TIMEOUT, APPROVED_BY, Pipeline
 
-APPROVAL_TIMEOUT = timedelta(days=7)
-APPROVED_BY = "Flyte approval"
 MAX_ACTIONS = 8  # of one run at once, as `workflows.launching.MAX_PARALLELISM`
 TYPES = {Path: File, Artifact: Dir}
 PLANS: dict[str, Any] = {"plan": Plan, "trigger_retraining": RetrainingPlan}
@@ -62,7 +59,7 @@ class Front:
 
     def learn_in_rounds(self, **inputs: Any) -> Dir:
         """Make preferences, their reference and an update, `pairs.rounds` times."""
-        return bodies.preferences.learn_in_rounds(self, **inputs)
+        return bodies.preferences.learn_in_rounds(front=self, **inputs)
 
     def gate(self, p: Any, dataset: Dir, policy: Dir, evaluation: Dir) -> Dir:
         """Promote; where approval is all that is missing, wait for a person first.

@@ -1,8 +1,8 @@
 """Machines of Flyte 2's tasks: an environment a kind of image, sizes by a profile at each call.
 
-A call takes a task with other resources, secrets, pods or a Ray cluster (`override`), but not with
-another image. So each stage that runs on a profile's machines is a task in three environments, of
-the kinds of `engine.stages.pods.IMAGES`; all others are in `DRIVER`, with the pipelines themselves.
+A call can't take a task with another image (`override`). So each stage that runs on a profile's
+machines is a task in three environments, of the kinds of `engine.stages.pods.IMAGES`; all others
+are in `DRIVER`, with the pipelines themselves.
 """
 
 from __future__ import annotations

@@ -35,7 +35,6 @@ from engine.stages import pods, stage
 from engine.stages.stage import Artifact, CheckpointPaths, Host, is_dry_run, library_versions
 from engine.storage.artifacts import read_manifest
 from engine.storage.digests import sources_digest
-from engine.storage.filesystem import home
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,18 +79,8 @@ class Flyte2Host(Host):
         previous = (paths.prev_checkpoint_path or "").strip('"')
         return CheckpointPaths(paths.checkpoint_path, previous or None)
 
-    def has_passed(self, check: str) -> bool:
-        return (home() / "checks" / check).exists()
 
-    def remember_passed(self, check: str) -> None:
-        marker = home() / "checks" / check
-        with contextlib.suppress(OSError):  # then it is checked again
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.touch()
-
-
-# Errors. Flyte 2 tries a task again unless its error says otherwise; errors of machines and
-# services are worth it, on a cluster.
+# Errors. Flyte 2 tries a task again unless its error says otherwise.
 
 
 @contextlib.contextmanager

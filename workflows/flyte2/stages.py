@@ -54,7 +54,7 @@ def table_of(body: Callable[..., Any], **inputs: Any) -> File:
 
 def request_of(body: Callable[[Artifact], str], promotion: Dir) -> str:
     """Return what a person is asked to approve; empty where approval is not all that is missing."""
-    waits = host.run_body(stages.promotion.read_decision, promotion=promotion)["waits_for_approval"]
+    waits = host.run_body(stages.promotion.waits_for_approval, promotion=promotion)
     return host.run_body(body, promotion=promotion) if waits else ""
 
 
