@@ -7,7 +7,8 @@
 A step is the trainer's whole one: rollout, reward, update. The environment loop is what of its
 rollout is not the engine's: environments, tokenising, and waiting for answers with nothing to
 decode, which is also told alone. All episodes of a step end their turns together here, so that
-nothing hides their environments. `--many` opens so many environments at once and asks all of them
+nothing hides their environments. With `--agents` it tells the endpoint's processor time, too, which
+a busy machine disturbs less. `--many` opens so many environments at once and asks all of them
 again and again: until all have begun, memory that they add, and answers a second. Environments
 answer at once, in this process (0) and in processes of their own.
 """
@@ -16,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -73,6 +76,21 @@ class Clock:
         self.player = self.waiting = 0.0
         self.streams: list[Timed] = []
         self.begun = time.perf_counter()
+        self._cpu = self._cpu_now()
+
+    @staticmethod
+    def _cpu_now() -> dict[str, float]:
+        """Processor seconds so far, of this process and of its threads for agents."""
+        seconds = {"process": time.process_time()}
+        for thread in threading.enumerate():
+            if thread.name in ("http", "episodes"):
+                told = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text()
+                seconds[thread.name] = int(told.split()[0]) / 1e9
+        return seconds
+
+    def cpu(self) -> dict[str, float]:
+        """Processor seconds since the clock began: `process`, the threads `http` and `episodes`."""
+        return {name: now - self._cpu.get(name, 0.0) for name, now in self._cpu_now().items()}
 
     @property
     def loop(self) -> float:
@@ -136,11 +154,11 @@ def share_of_step(folder: Path, processes: int, args: argparse.Namespace) -> str
     rows = pd.DataFrame([row] * args.prompts)
     loader = PromptLoader(rows, args.prompts, seed=0)
     response, clock = args.tokens + 100, Clock()
-    clocks: list[tuple[Clock, float]] = []
+    clocks: list[tuple[Clock, float, dict[str, float]]] = []
 
     def ended(step: int, total: int, metrics: Mapping[str, float]) -> None:
         nonlocal clock
-        clocks.append((clock, time.perf_counter() - clock.begun))
+        clocks.append((clock, time.perf_counter() - clock.begun, clock.cpu()))
         clock = Clock()
 
     def new_queue() -> Waits:
@@ -162,14 +180,26 @@ def share_of_step(folder: Path, processes: int, args: argparse.Namespace) -> str
     ):
         trainer.on_step = ended
         trainer.fit()
-    seconds = sum(whole for _, whole in clocks[1:])
+    seconds = sum(whole for _, whole, _ in clocks[1:])
     loop, waiting = (
-        sum(getattr(one, name) for one, _ in clocks[1:]) for name in ("loop", "waiting")
+        sum(getattr(one, name) for one, _, _ in clocks[1:]) for name in ("loop", "waiting")
     )
     who = "agents" if args.agents else "environments"
+    cpu = Counter[str]()
+    for _, _, spent in clocks[1:]:
+        cpu.update(spent)
+    # Agents in this process are no part of the endpoint: they would run anywhere.
+    whole = cpu["process"] - cpu["episodes"]
+    requests = 2 * args.prompts * args.n * args.repeats
+    endpoint = (
+        f"; endpoint: {cpu['http'] / whole:.2%} of {whole / args.repeats:.2f} s of processor time "
+        f"a step, {cpu['http'] / requests * 1e3:.2f} ms a request"
+    )
     return (
         f"{who} in {processes} processes: a step takes {seconds / args.repeats:6.2f} s, of "
         f"it the environment loop {loop / seconds:5.1%} (waiting alone: {waiting / seconds:.1%})"
+        + endpoint
+        * args.agents
     )
 
 

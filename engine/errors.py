@@ -19,8 +19,7 @@ _LONGEST_TRACEBACK = 8000  # characters that travel to another process
 class EngineError(Exception):
     """Base of all errors raised by HybridFlyte on purpose.
 
-    They are pickled by message and attributes, whatever a subclass's constructor takes; the cause
-    travels as the text of its traceback.
+    Pickled by message and attributes; the cause travels as the text of its traceback.
     """
 
     def __init__(self, *arguments: object) -> None:
@@ -50,6 +49,11 @@ def _restored(kind: type[E], arguments: tuple[object, ...]) -> E:
     error = kind.__new__(kind)
     error.args = arguments
     return error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; its type's name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class ConfigError(EngineError):

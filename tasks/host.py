@@ -258,7 +258,7 @@ class TableFile:
         try:
             frame = pd.read_parquet(self.path)
         except (OSError, ValueError) as error:  # pyarrow's are one or the other
-            words = (str(error) or type(error).__name__).splitlines()[0]
+            words = errors.first_line(error)
             raise errors.StorageError(
                 f"{name}: the table {self.path} can't be read ({words}); run again with "
                 "--overwrite-cache"

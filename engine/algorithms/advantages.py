@@ -171,6 +171,12 @@ def to_tokens(scores: Tensor, mask: Tensor) -> Tensor:
     return mask_out(mask, scores[:, None].expand(mask.shape))
 
 
+def _on_tokens(scores: Tensor, mask: Tensor) -> AdvantageOutputs:
+    """Return scores `[B]` as the advantages and returns of their completions' tokens."""
+    tokens = to_tokens(scores, mask)
+    return AdvantageOutputs(tokens, tokens)
+
+
 def _clean(entry: AdvantageEstimator, inputs: AdvantageInputs) -> AdvantageInputs:
     """Check presence, shapes and values; zero what lies outside the mask; drop what isn't read."""
     mask = inputs.response_mask
@@ -253,9 +259,8 @@ def gae_turn(
     δ_k = r_k + γV_{k+1} − V_k; L_k = δ_k + γλL_{k+1}; A = whiten(L), R = L + V.
 
     r_k is the sum of turn k's rewards and V_k the value before its first token; all tokens of a
-    turn get its A and R. γ and λ discount turns, not tokens. With one token a turn it is `gae`.
-    Source: the turn level of VAGEN's Bi-Level GAE, arXiv 2510.16907; GAE is Schulman et al., arXiv
-    1506.02438, eq. 16.
+    turn get its A and R. γ and λ discount turns, not tokens.
+    Source: the turn level of VAGEN's Bi-Level GAE, arXiv 2510.16907; GAE as `gae`.
     """
     turns = inputs.turns
     rewards = turns.sum(inputs.token_level_rewards)
@@ -279,8 +284,7 @@ def grpo(
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2; Dr. GRPO, arXiv 2503.20783.
     """
     normed = grpo_scores(inputs.scores, inputs.groups, norm_adv_by_std_in_grpo, epsilon)
-    tokens = to_tokens(normed, inputs.response_mask)
-    return AdvantageOutputs(tokens, tokens)
+    return _on_tokens(normed, inputs.response_mask)
 
 
 def grpo_scores(scores: Tensor, groups: Groups, by_std: bool, epsilon: float) -> Tensor:
@@ -302,10 +306,9 @@ def grpo_turn(
 
     A_k = A^E + ω·A^T_k on the tokens of turn k.
 
-    A^E is GRPO's advantage of the episode's whole reward. A^T_k compares G_k = Σ_{j≥k} γ^{j−k} r_j,
-    what turn k and later ones earned, with G_k of the group's other episodes that have a turn k:
-    (G_k − μ)/(σ + ε), 0 where there is no other. r_j are the sums of a turn's rewards. Where an
-    episode earns at its end alone and γ=1, A^T repeats A^E among episodes that are as long.
+    A^E is GRPO's advantage of the episode's whole reward. A^T_k compares G_k = Σ_{j≥k} γ^{j−k} r_j
+    of turns' rewards r_j with G_k of the group's other episodes that have a turn k: (G_k − μ)/(σ +
+    ε), 0 where there is no other.
     Source: the two levels are GiGPO's, arXiv 2505.10978, eq. 8; rewards by turn MT-GRPO's, arXiv
     2505.11821. Both group by what is comparable: here, the number of the turn.
     """
@@ -317,8 +320,9 @@ def grpo_turn(
     group_of[turns.episode] = inputs.group_ids
     relative = torch.zeros_like(returns)
     for k in range(returns.shape[1]):
-        present = turns.present[:, k]
-        relative[:, k] = _relative(returns[:, k], group_of, present, by_std, epsilon)
+        others = Groups.of(group_of, turns.present[:, k])
+        compared = others.rows & (others.size > 1)[others.index]
+        relative[:, k] = mask_out(compared, _center(returns[:, k], others, by_std, epsilon))
     tokens = turns.to_tokens(turn_weight * relative)
     tokens = tokens + turns.mask * episodes[:, None]
     return AdvantageOutputs(tokens, turns.to_tokens(returns))
@@ -327,14 +331,6 @@ def grpo_turn(
 def _center(x: Tensor, groups: Groups, by_std: bool, epsilon: float) -> Tensor:
     centered = x - groups.mean(x)[groups.index]
     return safe_divide(centered, groups.std(x)[groups.index] + epsilon) if by_std else centered
-
-
-def _relative(x: Tensor, group_ids: Tensor, rows: Tensor, by_std: bool, epsilon: float) -> Tensor:
-    """Compare `x` `[E]` of the episodes `rows` with their groups; 0 for one that is alone."""
-    groups = Groups.of(group_ids, rows)
-    centered = _center(x, groups, by_std, epsilon)
-    compared = rows & (groups.size > 1)[groups.index]
-    return torch.where(compared, centered, torch.zeros_like(x))
 
 
 @register_advantage("grpo_passk", min_group_size=2)
@@ -357,8 +353,7 @@ def grpo_passk(
     lead = torch.where(leads, best - second, torch.zeros_like(scores))
     if norm_adv_by_std_in_grpo:
         lead = safe_divide(lead, groups.std(scores)[groups.index] + epsilon)
-    tokens = to_tokens(lead, inputs.response_mask)
-    return AdvantageOutputs(tokens, tokens)
+    return _on_tokens(lead, inputs.response_mask)
 
 
 @register_advantage("gdpo", requires=("reward_components",), min_group_size=2)
@@ -414,8 +409,7 @@ def gpg(inputs: AdvantageInputs, *, f_norm: float = 1.0) -> AdvantageOutputs:
     nonzero = ((scores != 0) & groups.rows).sum().clamp(min=1)
     alpha = groups.rows.sum() / nonzero
     centered = grpo_scores(scores, groups, by_std=False, epsilon=0.0)
-    tokens = to_tokens(alpha.to(scores.dtype) * centered / f_norm, inputs.response_mask)
-    return AdvantageOutputs(tokens, tokens)
+    return _on_tokens(alpha.to(scores.dtype) * centered / f_norm, inputs.response_mask)
 
 
 @register_advantage("maxrl", min_group_size=2)
@@ -431,8 +425,7 @@ def maxrl(inputs: AdvantageInputs, *, epsilon: float = 1e-6) -> AdvantageOutputs
     scores, groups = inputs.scores, inputs.groups
     mean = groups.mean(scores)[groups.index]
     relative = mask_out(mean > epsilon, safe_divide(scores - mean, mean))
-    tokens = to_tokens(relative, inputs.response_mask)
-    return AdvantageOutputs(tokens, tokens)
+    return _on_tokens(relative, inputs.response_mask)
 
 
 @register_advantage("opo", min_group_size=2)
@@ -451,8 +444,7 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     weighted = groups.sum(lengths * (scores - origin[groups.index]))
     baseline = origin + weighted / groups.sum(lengths).clamp(min=1)
     alone = (groups.size == 1)[groups.index]
-    tokens = to_tokens(scores.where(alone, scores - baseline[groups.index]), mask)
-    return AdvantageOutputs(tokens, tokens)
+    return _on_tokens(scores.where(alone, scores - baseline[groups.index]), mask)
 
 
 @register_advantage(
@@ -469,10 +461,8 @@ def optimal_token_baseline(
     w_t = (1 − 2π_t + Σπ²)·ρ²; W = cumsum(w); b_t = Σ_g G_t W_t/(Σ_g W_t + ε); A = G − b.
 
     w_t is the squared norm of the score at the logits; ρ the rollout correction's weight, if any.
-    Token t is the policy's t-th token: masked turns between are skipped, so completions of one
-    prompt align. `handle_zero_tail`: where only one completion is that long, its own return
-    would be its baseline and it would learn nothing there; it gets baseline 0 instead. A group of
-    one has baseline 0. Returns are G.
+    Token t is the policy's t-th: masked turns are skipped. `handle_zero_tail`: where only one
+    completion is that long, its baseline is 0, not its own return. Returns are G.
     Source: verl's optimal token baseline; the optimal baseline of Greensmith et al. (2004).
     """
     mask, groups = inputs.response_mask.bool(), inputs.groups
@@ -508,8 +498,7 @@ def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
     scores, groups = inputs.scores, inputs.groups
     factor = groups.size / (groups.size - 1).clamp(min=1)
     centered = scores - groups.mean(scores)[groups.index]
-    tokens = to_tokens(factor.to(scores.dtype)[groups.index] * centered, inputs.response_mask)
-    return AdvantageOutputs(tokens, tokens)
+    return _on_tokens(factor.to(scores.dtype)[groups.index] * centered, inputs.response_mask)
 
 
 @register_advantage("remax", requires=("baseline_rewards",))

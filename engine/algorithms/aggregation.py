@@ -111,13 +111,13 @@ def aggregate(
 ) -> Tensor:
     """Reduce `loss [B, T]` of one micro-batch to its share of the global loss (scalar).
 
-    token-mean Σℓm/N · token-sum Σℓm · seq-mean-token-sum Σℓm/#seq ·
-    seq-mean-token-sum-norm Σℓm/(#seq·T), or over `scale_factor` in place of T (Dr. GRPO) ·
-    seq-mean-token-mean Σ_i mean_t(ℓ_i)/#seq.
+    token-mean Σℓm/N · token-sum Σℓm · seq-mean-token-sum Σℓm/#seq · seq-mean-token-sum-norm
+    Σℓm/(#seq·T) with `scale_factor` in place of T (Dr. GRPO) · seq-mean-token-mean Σ_i
+    mean_t(ℓ_i)/#seq.
 
-    Sum the results (and gradients) of all parts. Where a data-parallel wrapper averages gradients
-    over ranks, multiply by the number of ranks. An empty mask gives 0 with a zero gradient.
-    Raises DataError when the part has tokens and the denominators have none.
+    Sum the results (and gradients) of all parts; where a wrapper averages gradients over ranks,
+    multiply by their number. An empty mask gives 0 with a zero gradient. Raises DataError when the
+    part has tokens and the denominators have none.
     """
     check_mode(mode)
     checks.same_shape(loss=loss, mask=mask)

@@ -47,9 +47,8 @@ def finite_loss(
 ) -> None:
     """Raise EngineError, now or in the backward pass, where a plugin's formula gives NaN or ±∞.
 
-    `owner` is the loss in the message, e.g. "policy loss 'mine'"; `inputs` are what the formula was
-    given, of the shape of `mask`, those with a gradient among them. Inputs that are not finite
-    themselves are no fault of its.
+    `owner` is the loss in the message, e.g. "policy loss 'mine'"; `inputs`, of the shape of `mask`,
+    are what the formula was given: where these are not finite it has no fault.
     """
     if formula.__module__.startswith("engine."):
         return

@@ -249,8 +249,8 @@ def gap_metrics(
 ) -> dict[str, MeanAccumulator]:
     """Measure how far the trainer's log-probs `[B, T]` are from rollout's of the same weights.
 
-    kl and k3_kl as `mismatch_metrics`; mean and maximum of |Δ log p|, and of |Δ p| under verl's
-    names.
+    kl and k3_kl as `mismatch_metrics`; mean and maximum of |Δ log p|, and of |Δ p| as verl names
+    them.
     """
     mask = response_mask
     trained = mask_out(mask, log_probs.detach().double())

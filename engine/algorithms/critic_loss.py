@@ -54,9 +54,9 @@ def rows_with_gradient(
 ) -> Tensor:
     """Return the rows `[B]` (bool) that can change the gradient; train on these alone.
 
-    A row can't when it has no token inside the mask, or when all its advantages are 0 and nothing
-    else pulls: no entropy bonus, no KL term, no penalty inside the loss (`dro`, `kl_cov`). Its
-    metrics are not counted. Denominators still come from the whole batch's mask.
+    A row can't without a token inside the mask, or when all its advantages are 0 and no entropy
+    bonus, KL term or penalty inside the loss pulls. Denominators still come from the whole batch's
+    mask.
     """
     mask = response_mask.bool()
     pulled = bool(entropy_coeff or kl_loss_coef) or get_policy_loss(loss_mode).regularized

@@ -16,33 +16,21 @@ from engine.errors import ConfigError, DataError
 
 
 def map_token_chunks(
-    function: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    mask: Tensor | None,
-    chunk_tokens: int,
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], chunk_tokens: int
 ) -> Tensor:
     """Apply `function([n, X], …) -> [n]` to inputs `[..., X]`, giving `[...]`.
 
-    Only tokens inside `mask [...]` are computed; the others give 0 and get gradient 0, even where
-    inputs hold NaN. Intermediates of `function` are recomputed in the backward pass, so that at
-    most `chunk_tokens` rows of them exist at once.
+    Intermediates of `function` are recomputed in the backward pass, so that at most `chunk_tokens`
+    rows of them exist at once.
     """
-    shape = inputs[0].shape[:-1]
-    rows = [x.reshape(-1, x.shape[-1]) for x in inputs]
-    if mask is not None:
-        inside = mask.reshape(-1).bool().nonzero().squeeze(1)
-        rows = [x.index_select(0, inside) for x in rows]
+    shape, rows = inputs[0].shape[:-1], [x.reshape(-1, x.shape[-1]) for x in inputs]
     if not len(rows[0]):
         return torch.zeros(shape, device=rows[0].device, dtype=torch.float32)
     pieces = [
         checkpoint(function, *parts, use_reentrant=False)
         for parts in zip(*(x.split(chunk_tokens) for x in rows), strict=True)
     ]
-    out = torch.cat(pieces)
-    if mask is None:
-        return out.reshape(shape)
-    full = torch.zeros(mask.numel(), dtype=out.dtype, device=out.device)
-    return full.index_put((inside,), out).reshape(shape)
+    return torch.cat(pieces).reshape(shape)
 
 
 def k1(d: Tensor) -> Tensor:
@@ -129,10 +117,9 @@ class FixedKL:
 
 
 class AdaptiveKL(FixedKL):
-    """A KL coefficient that is steered until the KL is at its target.
+    """A KL coefficient that is steered until the KL is at its target; its state is in checkpoints.
 
-    Source: Ziegler et al., arXiv 1909.08593, section 2.2. The state belongs into checkpoints: a
-    resumed run would otherwise start from the first coefficient again.
+    Source: Ziegler et al., arXiv 1909.08593, section 2.2.
     """
 
     def __init__(self, kl_coef: float, target_kl: float, horizon: int) -> None:
@@ -163,15 +150,13 @@ def full_kl(
     logits: Tensor,
     ref_logits: Tensor,
     *,
-    mask: Tensor | None = None,
     temperature: float = 1.0,
     chunk_tokens: int = 512,
 ) -> Tensor:
     """KL(π ‖ π_ref), exact over the vocabulary, of logits `[..., V]` → `[...]`, float32 or float64.
 
-    The gradient is exact, and none flows to the reference. Softmaxes exist for `chunk_tokens`
-    tokens at a time, in the backward pass too. Where `mask [...]` is 0 the result is 0.
-    Raises DataError for unequal shapes.
+    No gradient flows to the reference. Softmaxes exist for `chunk_tokens` tokens at a time, in the
+    backward pass too. Raises DataError for unequal shapes.
     """
     checks.same_shape(logits=logits, ref_logits=ref_logits)
 
@@ -182,7 +167,7 @@ def full_kl(
         gap = torch.where(possible, log_p, 0.0) - torch.where(possible, log_q, 0.0)
         return (log_p.exp() * gap).sum(-1)
 
-    return map_token_chunks(chunk, (logits, ref_logits.detach()), mask, chunk_tokens)
+    return map_token_chunks(chunk, (logits, ref_logits.detach()), chunk_tokens)
 
 
 Divergence = Literal["reverse_kl", "forward_kl", "jsd"]
@@ -228,7 +213,7 @@ def full_divergence(
         p, q = (_log_softmax(x[:, :width], temperature) for x in (student, teacher))
         return divergence(p, q, kind, beta)
 
-    return map_token_chunks(chunk, (logits, teacher_logits.detach()), None, chunk_tokens)
+    return map_token_chunks(chunk, (logits, teacher_logits.detach()), chunk_tokens)
 
 
 def top_k_divergence(
@@ -257,14 +242,11 @@ def top_k_divergence(
         p = with_rest(_log_softmax(student, temperature), tokens.long())
         return divergence(p, teacher.to(p.dtype), kind, beta)
 
-    return map_token_chunks(chunk, (logits, ids, log_probs.detach()), None, chunk_tokens)
+    return map_token_chunks(chunk, (logits, ids, log_probs.detach()), chunk_tokens)
 
 
 def with_rest(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Return log-probs `[…, K+1]` of the tokens `ids` `[…, K]` and of all others together.
-
-    `log_p` `[…, V]` are those of the vocabulary.
-    """
+    """Return log-probs `[…, K+1]` of tokens `ids` `[…, K]` and of all others, of those `[…, V]`."""
     log_p = log_p.clamp_min(_NEVER)
     rest = log_p.scatter(-1, ids, _NEVER).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, ids), rest], -1)
@@ -280,5 +262,4 @@ def rest_of(log_probs: Tensor) -> Tensor:
 
 
 def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    return torch.log_softmax(wide / temperature, -1)
+    return torch.log_softmax(at_least_float(logits) / temperature, -1)

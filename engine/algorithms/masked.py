@@ -32,12 +32,12 @@ def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(x, mask, dim) / mask.bool().sum(dim).clamp(min=1)
 
 
-def masked_var(x: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
-    """Return the variance inside the mask (scalar); 0 for fewer than two entries."""
+def masked_var(x: Tensor, mask: Tensor) -> Tensor:
+    """Return the variance (Bessel's) inside the mask (scalar); 0 for fewer than two entries."""
     mask = mask.bool()
     count = mask.sum()
     squares = masked_sum((mask_out(mask, x) - masked_mean(x, mask)).square(), mask)
-    variance = squares / (count - int(unbiased)).clamp(min=1)
+    variance = squares / (count - 1).clamp(min=1)
     return torch.where(count > 1, variance, torch.zeros_like(variance))
 
 
@@ -60,8 +60,7 @@ def masked_whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
     """Return G_t = r_t + γ·G_next over the tokens inside the mask, `[B, T]`.
 
-    A masked token (a tool's or user's turn) neither pays nor discounts: it carries the return of
-    the next token of the policy. So G at a masked position equals G of the one after it.
+    A masked token (a tool's or user's turn) carries the return of the policy's next token.
     """
     rewards, mask = mask_out(mask, rewards), mask.bool()
     running = torch.zeros_like(rewards[:, 0]) if rewards.shape[1] else rewards.sum(1)
@@ -145,8 +144,8 @@ class Turns:
     ) -> Turns:
         """Find the turns of `response_mask` `[B, T]`.
 
-        Rows with one of `episode_ids` `[B]` are one episode (None: each row is), and `first_turn`
-        `[B]` is the number of a row's first turn.
+        `episode_ids` `[B]`: rows of one episode have one (None: each is one); `first_turn` `[B]`:
+        numbers.
         """
         mask = response_mask.bool()
         rows = mask.shape[0]

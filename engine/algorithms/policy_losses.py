@@ -105,7 +105,7 @@ class PolicyLoss:
     ) -> LossOutput:
         """Compute a micro-batch's loss. All tensors `[B, T]`; gradient flows into `log_probs` only.
 
-        Options include the tensors that `prepare` made. Raises ConfigError for wrong options,
+        `options` have the tensors that `prepare` made, too. Raises ConfigError for wrong options,
         DataError for unequal shapes, and EngineError for a plugin's loss that is not finite.
         """
         tensors = {k: v for k, v in options.items() if k in self.prepared}
@@ -240,9 +240,7 @@ def prepare(
 def token_covariance(old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return (A − mean A)·(log π_old − mean log π_old) `[B, T]`, means over the global mask.
 
-    With the log-probs before the update: those of the running policy would differ in every
-    micro-batch's statistic and cost a second forward pass.
-    Source: arXiv 2505.22617.
+    Log-probs are those before the update, the same in every micro-batch. Source: arXiv 2505.22617.
     """
     centered = advantages - masked_mean(advantages, mask)
     return mask_out(mask, centered * (old_log_probs - masked_mean(old_log_probs, mask)))
@@ -301,22 +299,16 @@ def vanilla(
 def reinforce(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor
 ) -> LossOutput:
-    """REINFORCE: log-probability times advantage.
+    """REINFORCE, and GPG, which is the same with the `gpg` advantage, as in verl.
 
     −A·log π. No trust region: for one update a batch, or with importance weights.
-    Source: Williams (1992); with rollout weights, the policy gradient of verl's bypass mode.
+    Source: Williams (1992); with rollout weights, the policy gradient of verl's bypass mode; GPG:
+    Chu et al., arXiv 2504.02546.
     """
     return LossOutput(-advantages * log_probs)
 
 
-@register_policy_loss("gpg")
-def gpg(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor) -> LossOutput:
-    """GPG: the plain policy gradient that goes with the `gpg` advantage.
-
-    −A·log π: REINFORCE under GPG's name, as in verl.
-    Source: Chu et al., arXiv 2504.02546.
-    """
-    return LossOutput(-advantages * log_probs)
+gpg = register_policy_loss("gpg")(reinforce.formula)
 
 
 @register_policy_loss("gspo", default_mode="seq-mean-token-mean", fixed=True, validate=check_clip)
@@ -335,8 +327,7 @@ def gspo(
     s_t = exp(sg(mean_t Δ) + log π − sg(log π)), then PPO's clip on s.
 
     Every token has the value of the completion's ratio and the gradient of its own log-prob (the
-    paper's token variant, equal to the sequence variant for constant A). A mean over a whole
-    completion moves little, so bounds are far below PPO's: the paper has 3e-4 and 4e-4.
+    paper's token variant). A mean over a completion moves little: bounds are far below PPO's.
     Source: Zheng et al., arXiv 2507.18071, eq. 7 and 14.
     """
     low, high = bounds(clip_ratio, clip_ratio_low, clip_ratio_high)
@@ -368,9 +359,8 @@ def geo_mean(
 
     L_i = −Ā_i·exp(mean_t Δ'), Δ' = s·min(s·Δ, s·clip(Δ, −ε_l, ε_h)), s = sign(A).
 
-    The completion's loss stands on each of its tokens, so that aggregation over the global batch
-    gives the mean over completions whatever the micro-batches are (verl divides by the rows of a
-    micro-batch there). Bounds are in log space, 0.4 in the paper. Ā is the mean advantage.
+    The completion's loss stands on each of its tokens, so that aggregation gives the mean over
+    completions whatever the micro-batches are. Bounds are in log space; Ā is the mean advantage.
     Source: Zhao et al., arXiv 2507.20673.
     """
     low, high = bounds(clip_ratio, clip_ratio_low, clip_ratio_high)

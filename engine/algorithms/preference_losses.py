@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from engine.algorithms import checks
 from engine.algorithms.aggregation import MeanAccumulator, accumulate_mean
-from engine.algorithms.masked import at_least_float, masked_mean, masked_sum
+from engine.algorithms.masked import at_least_float, masked_sum
 from engine.errors import ConfigError, DataError
 from engine.registry import Options, Registry
 
@@ -265,15 +265,13 @@ def log1mexp(x: Tensor) -> Tensor:
     return torch.where(near, small, large)
 
 
-def kto_reference_point(policy_kl: Tensor, ref_kl: Tensor, rows: Tensor | None = None) -> Tensor:
+def kto_reference_point(policy_kl: Tensor, ref_kl: Tensor) -> Tensor:
     """Return KTO's z₀ = max(0, mean(log π − log π_ref)) of the GLOBAL batch, without gradient.
 
     `policy_kl`, `ref_kl` `[B]` are log-probs of completions paired with other rows' prompts.
-    `rows [B]` (bool) leaves rows out.
     """
     gap = at_least_float(policy_kl.detach()) - at_least_float(ref_kl.detach())
-    rows = torch.ones_like(gap, dtype=torch.bool) if rows is None else rows
-    return masked_mean(gap, rows).clamp(min=0)
+    return gap.mean().clamp(min=0)
 
 
 def kto(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
 
 import torch
 from torch import Tensor
 
-from engine.algorithms.masked import Groups, at_least_float, mask_out, masked_whiten
+from engine.algorithms.masked import Groups, at_least_float, mask_out
 from engine.errors import ConfigError, DataError
 
 
@@ -66,9 +65,8 @@ def kl_in_reward(
 
 
 def weigh_components(components: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return Σ_k w_k·component_k: `[B, K]` → `[B]`; NaN counts nothing: it doesn't apply.
+    """Return Σ_k w_k·component_k: `[B, K]` → `[B]`; NaN and a weight of 0 leave a component out.
 
-    A weight of 0 ignores its component, even where that is infinite.
     Raises DataError when the number of weights is not K.
     """
     if components.dim() != 2 or components.shape[1] != len(weights):
@@ -87,58 +85,20 @@ def clip_rewards(rewards: Tensor, low: float | None = None, high: float | None =
     return rewards if low is None and high is None else rewards.clamp(low, high)
 
 
-def whiten_rewards(
-    token_level_rewards: Tensor, response_mask: Tensor, *, shift_mean: bool = False
-) -> Tensor:
-    """Scale token rewards `[B, T]` to unit variance over the mask; the mean stays by default.
-
-    Source: Ziegler et al., arXiv 1909.08593 (rewards keep their mean, so that signs do).
-    """
-    rewards = at_least_float(token_level_rewards)
-    return masked_whiten(rewards, response_mask, shift_mean=shift_mean)
-
-
-class Refill(Enum):
-    """What to do after a generation batch was filtered."""
-
-    ENOUGH = "the batch is full"
-    MORE = "generate another batch"
-    GIVE_UP = "the bound is reached; train with what there is, or stop if that is nothing"
-
-
-def groups_with_signal(
-    metric: Tensor, group_ids: Tensor, rows: Tensor | None = None, *, tolerance: float = 0.0
-) -> Tensor:
-    """Return the rows `[B]` (bool) whose group's range of `metric [B]` is above `tolerance`.
+def groups_with_signal(metric: Tensor, group_ids: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Return the rows `[B]` (bool) whose group has different values of `metric [B]`.
 
     `rows [B]` (bool) leaves rows out, e.g. failed rewards: they are never kept and don't count.
-    A group of one has range 0. Source: DAPO, arXiv 2503.14476, eq. 11.
+    Source: DAPO, arXiv 2503.14476, eq. 11.
     """
     groups = Groups.of(group_ids, rows)
-    return (groups.range(metric) > tolerance)[groups.index] & groups.rows
+    return (groups.range(metric) > 0)[groups.index] & groups.rows
 
 
 def first_groups(group_ids: Tensor, keep: Tensor, count: int) -> Tensor:
-    """Return indices (int64) of kept rows of the first `count` groups, in order of appearance.
-
-    Rows keep their order. Where there are fewer groups, all are returned.
-    """
+    """Return indices (int64), in order, of kept rows of the first `count` groups to appear."""
     chosen: dict[int, None] = {}
     for group in group_ids[keep.bool()].tolist():
         chosen.setdefault(int(group))
     ids = torch.tensor(list(chosen)[:count], dtype=group_ids.dtype, device=group_ids.device)
     return (torch.isin(group_ids, ids) & keep.bool()).nonzero().squeeze(1)
-
-
-def refill_decision(
-    kept_groups: int, needed_groups: int, generated_batches: int, max_num_gen_batches: int
-) -> Refill:
-    """Decide whether to generate another batch; raise ConfigError for a bound below 1."""
-    if max_num_gen_batches < 1:
-        raise ConfigError(
-            f"filter_groups.max_num_gen_batches={max_num_gen_batches} must be 1 or more: without "
-            "a bound, prompts that are all solved or all failed would be drawn for ever"
-        )
-    if kept_groups >= needed_groups:
-        return Refill.ENOUGH
-    return Refill.MORE if generated_batches < max_num_gen_batches else Refill.GIVE_UP

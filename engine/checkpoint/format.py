@@ -8,8 +8,7 @@
       checksums.json                                SHA-256 and size of every file above
       COMPLETE                                      written last; the digest of checksums.json
 
-Without `COMPLETE` a folder is torn. When files are written, committed and removed is in `saver` and
-`store`; how tensors are named and placed, in `state_dict`.
+Without `COMPLETE` a folder is torn.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ _READERS = 4  # files hashed at once
 
 @dataclass(frozen=True, slots=True)
 class WrittenFiles:
-    """What one rank, or the controller, wrote."""
-
     files: dict[str, FileEntry]
     tensor_bytes: int  # bytes of the tensors' elements: the least that could be written
 
@@ -75,7 +72,6 @@ _MARKER = TypeAdapter(Marker)
 
 
 def rank_file_prefix(role: str, rank: int, world_size: int) -> str:
-    """The first part of the names of a rank's files."""
     return f"{role}-{rank:05d}-of-{world_size:05d}"
 
 
@@ -269,9 +265,7 @@ def read_role_states(uri: str, role: str) -> list[RankState]:
     checksums = read_checksums(folder, read_marker(folder))
     worlds = ranks_in(checksums).get(role, {})
     if not worlds:
-        raise CheckpointError(
-            f"{folder} has no state of role {role!r}; resume with the algorithm that wrote it"
-        )
+        raise CheckpointError(f"{folder} has no state of role {role!r}; resume with its algorithm")
     [world_size] = worlds
     prefixes = [rank_file_prefix(role, rank, world_size) for rank in range(world_size)]
     return [read_state(folder, prefix, checksums) for prefix in prefixes]

@@ -86,7 +86,6 @@ class Owner:
         return f"process {self.pid} on {self.host}, since {self.since}"
 
     def as_json(self) -> bytes:
-        """The content of the lock's file."""
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
@@ -99,8 +98,6 @@ class Owner:
 
 
 class FolderLock:
-    """The lock of one folder, for this process."""
-
     def __init__(self, root: Folder, beat_s: float, stale_s: float) -> None:
         self._root, self._beat_s, self._stale_s = root, beat_s, stale_s
         self._objects = Objects(root.uri) if root.files.is_s3 else None

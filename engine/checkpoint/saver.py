@@ -63,8 +63,7 @@ class Background:
             error = self._done.exception(limit)
         except TimeoutError:
             raise CheckpointStorageError(
-                f"{self.name} has not ended in {limit:g} s; check the disk or the object store, "
-                "or give it a longer timeout"
+                f"{self.name} has not ended in {limit:g} s; check the disk or the object store"
             ) from None
         self._done = None
         if isinstance(error, EngineError):

@@ -7,8 +7,6 @@ takes for shards: it reads all files of a folder as one checkpoint, under any sh
 
     state = {"actor": {"model": dict(model.named_parameters())}}  # plain tensors, or DTensors
     torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader("step_500"))
-
-Which boxes a rank saves is in `engine.runtime.train_state`, files and checksums are in `format`.
 """
 
 from __future__ import annotations
@@ -172,7 +170,6 @@ def _int64(words: ArrayLike) -> Tensor:
 
 
 def set_process_rng(state: StateDict) -> None:
-    """Restore what `process_rng` gave."""
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)

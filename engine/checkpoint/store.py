@@ -1,8 +1,4 @@
-"""Checkpoints under one root are written whole or not at all, and the newest good one is found.
-
-Also which checkpoints are kept and how the others are removed. Who may write is in `run_lock`,
-files and checksums are in `format`.
-"""
+"""Checkpoints under one root: written whole or not at all, found, kept and removed."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, count
@@ -36,8 +32,6 @@ _ABANDONED_AFTER_S = 24 * 3600.0  # a draft of another machine counts as abandon
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """How many checkpoints are kept."""
-
     last: int = 2  # newest, at least 1
     best: int = 1  # by `metric`; without effect where it is empty
     metric: str = ""  # e.g. "validation/reward"; the higher the better
@@ -88,6 +82,7 @@ def _host() -> str:
 EXPORTS = "huggingface"  # folder under the root: model folders by their checkpoints' names
 _STEP = re.compile(r"step_\d+(\.\d+)?")  # step_500.1: saved when there was a step_500 already
 _open_drafts: set[str] = set()  # addresses of this process's drafts, which cleaning up leaves alone
+_Markers = dict[str, format.Marker]  # by folder
 
 
 @dataclass(frozen=True)
@@ -115,7 +110,6 @@ class Checkpoint:
 
     @cached_property
     def bytes(self) -> int:
-        """Size of its files."""
         folder = Folder(self.folder)
         return sum(file.size for file in format.read_checksums(folder, self.marker).values())
 
@@ -280,9 +274,7 @@ class CheckpointStore:
         names = chain([f"step_{step}"], (f"step_{step}.{attempt}" for attempt in count(1)))
         return next(name for name in names if name not in taken)
 
-    def _markers(
-        self, faults: list[DamagedCheckpointError] | None = None
-    ) -> dict[str, format.Marker]:
+    def _markers(self, faults: list[DamagedCheckpointError] | None = None) -> _Markers:
         """All checkpoints' markers by folder, oldest first; `faults` gets once complete ones."""
         markers = {}
         for name in filter(_STEP.fullmatch, self.root.folders()):
@@ -298,9 +290,7 @@ class CheckpointStore:
                     faults.append(error)
         return dict(sorted(markers.items(), key=lambda item: item[1].sequence))
 
-    def _remove_old(
-        self, others: Mapping[str, format.Marker], name: str, marker: format.Marker
-    ) -> None:
+    def _remove_old(self, others: _Markers, name: str, marker: format.Marker) -> None:
         """Delete old and torn checkpoints, dead drafts, and model folders without a checkpoint."""
         good = {n: m for n, m in others.items() if n not in self._damaged}
         stay = retained([*good.values(), marker], self.retention)
@@ -338,14 +328,9 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     if not chosen.sizes():
         again = [other for other in Folder(base).folders() if other.startswith(f"{name}.")]
         if not again or not _STEP.fullmatch(again[-1]):
-            raise CheckpointError(
-                f"{chosen} is no checkpoint: it holds no files; name a folder step_<n> that has "
-                f"{format.MARKER} and {format.CHECKSUMS}"
-            )
+            raise CheckpointError(f"{chosen} is no checkpoint: it holds no files; name a step_<n>")
         chosen = Folder(base) / again[-1]
     try:
         return Checkpoint(chosen.uri, format.verify(chosen))
     except DamagedCheckpointError as error:
-        raise error.with_message(
-            f"{error}; load another checkpoint, or the newest good one under {base}"
-        ) from error
+        raise error.with_message(f"{error}; load another checkpoint under {base}") from error

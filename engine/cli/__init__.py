@@ -2,6 +2,5 @@
 
 Read `forms` first: what each program's arguments are. `resolve` makes a configuration (`settings`)
 of them, and `program` does what is around every run. The runs are `ppo_program` with `rl_run`, and
-`offline_run`. The programs, and `health`, `export`, `replay`, `student` and `pretrained`, are in
-`commands`.
+`offline_run`. All programs are in `commands`.
 """

@@ -1,8 +1,4 @@
-"""The arguments of each `python -m engine.main_…`, and the settings that they become.
-
-Beside the table of keys these are keys that only mean something together (of rewards, ranks and
-columns), and keys that other settings turn off.
-"""
+"""The arguments of each `python -m engine.main_…`, and the settings that they become."""
 
 from __future__ import annotations
 
@@ -103,9 +99,7 @@ def _name_rewards(resolved: Resolved[settings.RunConfig]) -> None:
             )
         options = {_REWARD_MODEL_OPTIONS[name]: value for name, value in values.items()}
         if "model" not in options:
-            raise ConfigError(
-                f"{section}.enable=true needs {section}.model.path, a classifier's folder or hub id"
-            )
+            raise ConfigError(f"{section}.enable=true needs {section}.model.path, a classifier")
         resolved.overrides |= {
             "rl.reward.name": Override("reward_model", f"{section}.enable"),
             "rl.reward.options": Override(options, f"{section}.model.path"),
@@ -215,6 +209,7 @@ REWARD_MODEL = Form(
     settings.RewardModelRunConfig,
     common=_common_offline("reward_model", "head"),
 )
+ALL = (PPO, SFT, PREFERENCE, REWARD_MODEL)
 
 
 def check_names(config: settings.RunConfig | settings.OfflineRunConfig) -> None:

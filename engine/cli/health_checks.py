@@ -43,8 +43,6 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class HealthFinding:
-    """One line of the report."""
-
     what: str  # e.g. torch
     found: str  # e.g. 2.13.0+cpu
     fault: str = ""  # what is wrong and what to do; empty without a fault
@@ -66,7 +64,6 @@ class Expectation:
 
 
 def check(expected: Expectation) -> list[HealthFinding]:
-    """Run all checks and return their findings."""
     findings = list(check_versions(expected))
     if not expected.quick:
         findings = check_imports(findings, expected)
@@ -186,7 +183,6 @@ def describe_kernels() -> str:
 
 
 def check_versions(expected: Expectation) -> Iterator[HealthFinding]:
-    """Look up the version of each library in its metadata."""
     for name in (*NEEDED, *OPTIONAL):
         installed = "not installed"
         for distribution in DISTRIBUTIONS.get(name, (name,)):

@@ -101,8 +101,8 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
 
 def _plan_lines(config: OfflineRunConfig, train: Sequence[AnyExample], steps: int) -> Iterator[str]:
     """Yield what the run would take: memory by its longest row, time by the mean one."""
-    training, lengths = config.training, [n for example in train for n in _lengths(example)]
-    model = run_folder.local_model(config.model.path)
+    training, model = config.training, run_folder.local_model(config.model.path)
+    lengths = [len(row.prompt_ids) + len(answer) for row in train for answer in row.responses]
     kind, ranks = auto_placement.local_gpu(), Layout.of(training.parallel).world_size
     seconds = None
     try:
@@ -130,11 +130,6 @@ def _plan_lines(config: OfflineRunConfig, train: Sequence[AnyExample], steps: in
     yield from run_folder.plan_lines(config.run, steps, seconds)
 
 
-def _lengths(example: AnyExample) -> list[int]:
-    """Count the tokens of an example's rows."""
-    return [len(example.prompt_ids) + len(response) for response in example.responses]
-
-
 def _kind(config: OfflineRunConfig) -> str:
     """Name the training: preference, sft, or the head of a reward model."""
     if isinstance(config, RewardModelRunConfig):
@@ -145,7 +140,6 @@ def _kind(config: OfflineRunConfig) -> str:
 def _read(
     config: OfflineRunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Sequence[AnyExample], Sequence[AnyExample]]:
-    """Return the examples to learn from, and those that are held out."""
     data, kind = config.data, _kind(config)
     options: dict[str, Any] = {
         "config": data.rows(),

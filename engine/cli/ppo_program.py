@@ -25,6 +25,7 @@ from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
 from engine.data.row_files import data_files, read_file_rows
 from engine.errors import ConfigError, DataError, PlacementError
 from engine.models.loading import check_overrides, link_model
+from engine.rollout.protocol import engine_capabilities
 from engine.runtime.policy_runtime import open_tokenizer
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.storage.json_rows import Row
@@ -44,8 +45,6 @@ class LeftOut:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts for training and validation."""
-
     loader: PromptLoader
     validation: list[Row]
     longest: int  # prompt of both, in tokens
@@ -53,10 +52,7 @@ class Prompts:
 
 
 def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context: int) -> Prompts:
-    """Read all files; raise DataError or ConfigError for rows and settings that don't fit.
-
-    `context` is the model's limit in tokens.
-    """
+    """Read all files; DataError or ConfigError for what doesn't fit a model of `context` tokens."""
     data, batch, left_out = config.data, config.rl.trainer.train_batch_size, LeftOut()
     variables = data.apply_chat_template_kwargs
     tokenizer = with_template_variables(tokenizer, variables)
@@ -137,8 +133,7 @@ def _rows(
     left_out.control_tokens += spelling
     if not rows and spelling:
         raise DataError(
-            f"{key}: all {spelling} rows spell control tokens, and data.control_tokens=drop leaves "
-            "them out; set it to escape"
+            f"{key}: all {spelling} rows spell control tokens; set data.control_tokens=escape"
         )
     if not rows:
         raise DataError(f"{key}: no row is left; {left_out.bad[-1]}")
@@ -152,11 +147,9 @@ def _rows(
 
 
 def _check_alike(before: Sequence[Row], rows: Sequence[Row], path: str, key: str) -> None:
-    """Raise DataError where a file has other columns than those before it."""
     if other := (before[0].keys() ^ rows[0].keys()) - {"prompt_ids"}:
         raise DataError(
-            f"{path} and the file before it in {key} differ in columns {sorted(other)}; make them "
-            "equal"
+            f"{path} and the file before it in {key} differ in columns {sorted(other)}; align them"
         )
     has, had = (part[0]["reward_model"]["ground_truth"] is not None for part in (rows, before))
     if has != had:
@@ -246,7 +239,7 @@ def _train(
 
 
 def _with_gpus(config: RunConfig) -> RunConfig:
-    """Give each rank of the policy a GPU, where Ray has any and no pools are set."""
+    """Give the policy's ranks and the samplers GPUs, where Ray has any and no pools are set."""
     trainer, device, ranks = config.rl.trainer, config.run.device, config.run.ranks
     if trainer.placement == "local":
         if device == "cuda" and not torch.cuda.is_available():
@@ -259,22 +252,26 @@ def _with_gpus(config: RunConfig) -> RunConfig:
             raise PlacementError("run.device=cuda, and Ray has no GPU; set trainer.device=cpu")
         say(f"rl: Ray has no GPU, so {ranks} ranks compute on CPUs")
         return config
-    if run_spec.sampler_count(trainer):
+    apart = run_spec.sampler_count(trainer) > 0
+    if apart and ranks == 1:
         raise ConfigError(
-            f"run.n_gpus_per_node with trainer.mode={trainer.mode}: say which GPUs decode, by "
-            "trainer.placement=auto or trainer.pools"
+            f"run.n_gpus_per_node=1 with trainer.mode={trainer.mode}: the trainer and a sampler "
+            "need a GPU each; set 2 or more, or trainer.mode=sync"
         )
     policy, *others = run_spec.default_pools(run_spec.run_roles(config.rl)[1])
     pools = [PoolConfig(roles=roles, cpus=0.0) for roles in others]
     pools.insert(0, PoolConfig(roles=policy, cpus=1.0, gpus=1.0))
+    if apart:
+        remote = engine_capabilities(config.rl.rollout).remote
+        gpus = 0.0 if remote else float(config.rl.rollout.tensor_parallel_size)
+        pools.append(PoolConfig(roles=("sampler",), cpus=max(1.0, gpus), gpus=gpus))
     return config.replaced({"rl.trainer.pools": tuple(pools)})
 
 
 def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     """Yield the lines that say what the run would be; raises as the run would before its start.
 
-    `accelerator` is the kind of GPU that memory and time are estimated for, by Ray's name; empty:
-    that of this machine, or H100 for ranks of several GPUs.
+    `accelerator`: the kind of GPU to estimate for, by Ray's name; empty: this machine's, or H100.
     """
     check_config(config.rl, config.data.max_response_length)
     model = run_folder.local_model(config.model.path)
@@ -312,7 +309,8 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     else:
         yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
         machines = auto_placement.rl_candidate(rl), ranks, min(ranks, per_node or ranks), kind
-        estimate = auto_placement.step_estimate(work, *machines)
+        fixed = auto_placement.fixed_settings(rl)
+        estimate = auto_placement.step_estimate(work, *machines, fixed)
         yield from estimate.lines
         seconds = estimate.seconds
     yield from run_folder.plan_lines(config.run, trainer.total_training_steps, seconds)

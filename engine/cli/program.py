@@ -48,9 +48,8 @@ def run_program(
 ) -> int:
     """Do what arguments (None: the process's) of `form` say; return the exit status.
 
-    That is help, the configuration, or `run`, which gets `options`, too: those that not all
-    programs have, by name. The status is 0, 1 where the run failed, 2 for wrong input, 130 after
-    Ctrl-C, 143 after SIGTERM. Workers are stopped in all cases.
+    That is help, the configuration, or `run`; `options` are those that not all programs have. The
+    status is 0, 1 where the run failed, 2 for wrong input, 130 after Ctrl-C, 143 after SIGTERM.
     """
     quiet()
     try:
@@ -134,10 +133,7 @@ all prints all of them. What a run has, with your own settings in place: --print
 
 
 def help_text(form: Form[Any], usage: str, word: str = "") -> str:
-    """Return the usage and the keys of `form.common`, or all that have `word`; "all": everything.
-
-    Raises ConfigError for a word that none has.
-    """
+    """Usage and the keys of `form.common`, or those with `word` ("all": any); or ConfigError."""
     found = list(_help_sections(form))
     if not word:
         known = {path: (head, about) for _, rows in found for path, head, about in rows}
@@ -147,9 +143,8 @@ def help_text(form: Form[Any], usage: str, word: str = "") -> str:
             for head, about in map(known.__getitem__, form.common)
         ]
         usage = usage.rstrip().rpartition("\n\n")[0]  # without what is good to know later
-        return "\n".join(
-            [usage, "", *lines, "", _SEARCH.format(shown=len(lines), known=len(known))]
-        )
+        search = _SEARCH.format(shown=len(lines), known=len(known))
+        return "\n".join([usage, "", *lines, "", search])
     parts = [usage] if word == ALL else []
     for heading, rows in found:
         shown = [

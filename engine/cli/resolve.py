@@ -54,8 +54,6 @@ class UnsupportedKey:
 
 @dataclass(frozen=True, slots=True)
 class KeyTable:
-    """The keys of one program."""
-
     settings: dict[str, Key]
     unsupported: tuple[UnsupportedKey, ...]  # the first that matches holds
 
@@ -249,7 +247,6 @@ class Resolved(Generic[C]):
         self.overrides = {p: o for p, o in self.overrides.items() if o.value is not None}
 
     def no_effect(self, key: str, why: str) -> None:
-        """Note that a key changes nothing."""
         self.notices.append(f"{key}{_NO_EFFECT}{why}")
 
     def with_typed_keys(self, message: str) -> str:
@@ -277,7 +274,6 @@ class Resolved(Generic[C]):
         ]
 
     def nested(self) -> dict[str, object]:
-        """Return the overrides, nested as the configuration is."""
         root: dict[str, Any] = {}
         for path, override in self.overrides.items():
             *sections, name = path.split(".")
@@ -353,8 +349,7 @@ def resolve_pairs(form: Form[C], pairs: Pairs, *, defaults_of_verl: bool = False
 
 def _note_unsupported(form: Form[C], resolved: Resolved[C], key: str, value: object) -> None:
     """Note a key that is no setting; raise ConfigError where its value matters."""
-    entries = (e for e in form.table.unsupported if fnmatchcase(key, e.pattern))
-    entry = next(entries, None)
+    entry = next((e for e in form.table.unsupported if fnmatchcase(key, e.pattern)), None)
     if entry is None:
         near = difflib.get_close_matches(key, sorted(form.known), n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}?" if near else ""

@@ -35,11 +35,7 @@ def __getattr__(name: str) -> Callable[..., object]:
 
 
 def _reward_function(path: str, name: str, keywords: Mapping[str, object]) -> Callable[..., object]:
-    """Load `name` from the file at `path`, made callable as our reward functions are.
-
-    Raises ConfigError where that fails, or the function doesn't take the `keywords` that are passed
-    to each call.
-    """
+    """Load `name` from the file at `path`, made callable as our reward functions are."""
     function = load_function(path, name, "reward file")
     parameters = inspect.signature(function).parameters
     if keywords:

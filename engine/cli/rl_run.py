@@ -125,11 +125,9 @@ class RunLog:
         self._drifts: set[str] = set()  # signals of drift that were said
 
     def resumed(self, folder: str, step: int) -> None:
-        """Say that the run goes on after `step`, from a checkpoint in `folder`."""
         say(f"rl: continues from {folder}, step {step}")
 
     def validated_first(self, metrics: Metrics) -> None:
-        """Record the metrics of the validation rows before the first step."""
         say(f"rl: validation {metrics[SCORE]:.3f} before training")
         self.validations.append(metrics[SCORE])
         self.track([{"step": 0.0} | metrics])
@@ -156,7 +154,6 @@ class RunLog:
                     self._tracked.set_tags(tag)
 
     def hands_over(self, final: FinalModel) -> None:
-        """Record which step's policy is the result of the run."""
         say(f"rl: hands over {final}")
         if self._tracked is not None:
             self._tracked.log_metrics(final.metrics(), final.last)
@@ -181,8 +178,6 @@ class RunLog:
 
 @dataclass(frozen=True, slots=True)
 class TrainedPolicy:
-    """The result of a run."""
-
     folder: Path  # of the model that it hands over
     final: FinalModel  # which step that is
     history: list[Metrics]  # a row a step
@@ -199,10 +194,7 @@ def placed(config: RLConfig, object_store_memory: int | None = None) -> Iterator
 
 
 def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
-    """Train, in new attempts after lost workers; return the model and how it came about.
-
-    A run that has checkpoints resumes from the newest. Raises an EngineError.
-    """
+    """Train, from the newest checkpoint and in new attempts after lost workers; EngineError."""
     start = run.loader.state_dict()
     trained: list[TrainedPolicy] = []
 
@@ -254,8 +246,7 @@ def validate_policy(run: RLRun, log: RunLog) -> Metrics:
 
 
 def prompt_room(config: RLConfig, longest: int, max_prompt_length: int) -> int:
-    """Return the tokens that prompts may have: the rows' longest, with episodes at least
-    `max_prompt_length`, as an environment may begin with messages of its own."""
+    """Return the tokens that prompts may have: an environment may begin with some of its own."""
     return max(longest, max_prompt_length * config.rollout.multi_turn.enable)
 
 
@@ -283,7 +274,6 @@ def _trainer(run: RLRun, rollouts: RolloutLog) -> RLTrainer:
 
 
 def _save_final(run: RLRun, trainer: RLTrainer) -> tuple[Path, FinalModel]:
-    """Write the model folder of the step that is handed over."""
     history, checkpoints = trainer.history, CheckpointStore(run.checkpoints)
     final = choose_final_model(run.config.trainer.final_model, history, checkpoints)
     if final.checkpoint:
@@ -313,7 +303,6 @@ def _rollout_log(run: RLRun, log: RunLog) -> RolloutLog:
 
 
 def headline(config: RLConfig) -> str:
-    """Say in a line what is about to run."""
     return (
         f"rl: {config.algorithm.adv_estimator} on {config.trainer.placement}, rollout by "
         f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × {config.rollout.n} "
@@ -325,10 +314,7 @@ def headline(config: RLConfig) -> str:
 def open_log(
     config: RunConfig | OfflineRunConfig, folder: Path, checkpoints: Path
 ) -> Iterator[RunLog]:
-    """Open the log for the block; one with `checkpoints` goes on in its file and its MLflow run.
-
-    Raises TrackingError where a tracker can't be reached, before the block.
-    """
+    """Open a log for the block, or go on with that of `checkpoints`; or raise TrackingError."""
     output, settings, tracked = config.run, config.model_dump(mode="json"), None
     resumes, trains = any(checkpoints.glob("step_*")), not getattr(output, "val_only", False)
     with contextlib.ExitStack() as stack:

@@ -80,9 +80,8 @@ def plan_lines(run: RunOutputConfig, steps: int, step_seconds: float | None) -> 
     """Yield what of a run is done already, and what the rest takes and costs, for a dry run."""
     checkpoints = checkpoint_folder(run.folder(), run.resume_mode)
     names = CheckpointStore(checkpoints).complete() if checkpoints.is_dir() else []
-    done = max(
-        (int(number) for name in names for number in re.findall(r"^step_(\d+)", name)), default=0
-    )
+    numbers = re.findall(r"^step_(\d+)", "\n".join(names), re.MULTILINE)
+    done = max(map(int, numbers), default=0)
     rest = max(0, steps - done)
     saved = f"step {done} of {steps} is in {checkpoints}" if done else f"nothing in {checkpoints}"
     yield f"cached    {saved}; {rest} steps are to be done"

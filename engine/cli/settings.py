@@ -93,7 +93,8 @@ class OutputConfig(RunOutputConfig):
 
     n_gpus_per_node: int | None = Field(None, ge=1)
     """With nnodes the ranks of the policy: weights are sharded over them (fsdp), or as
-    rl.actor.parallel says; each has a GPU where Ray has any; none: as rl.actor.parallel"""
+    rl.actor.parallel says; each has a GPU where Ray has any; none: as rl.actor.parallel. In
+    one_step_off and async samplers have half of them, or what rollout_workers above 1 take"""
     nnodes: int = Field(1, ge=1, description="Machines of n_gpus_per_node ranks each")
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: GPUs where there are any; cuda: refused without; cpu: none"""
@@ -112,7 +113,7 @@ class OutputConfig(RunOutputConfig):
 
     @property
     def ranks(self) -> int | None:
-        """The ranks of the policy; None where the layouts say them."""
+        """The ranks of policy and samplers; None where the layouts say them."""
         return None if self.n_gpus_per_node is None else self.n_gpus_per_node * self.nnodes
 
     def contradictions(self) -> Iterator[str]:
@@ -197,6 +198,8 @@ class RewardModelRunConfig(OfflineRunConfig):
     run: RunOutputConfig = RunOutputConfig(experiment_name="reward_model")
 
 
+_AHEAD = ("one_step_off", "async")  # whose samplers have GPUs of their own
+
 # Over how many ranks a run is split: `trainer.n_gpus_per_node` and `nnodes`, as verl counts them.
 # A layout by hand is `rl.actor.parallel`, one by estimate `rl.trainer.placement=auto`.
 
@@ -208,29 +211,56 @@ def fill_layouts(config: RunConfig) -> tuple[RunConfig, list[str]]:
     """
     ranks, rl, notices = config.run.ranks, config.rl, list[str]()
     actor, critic, reference = rl.actor.parallel, rl.critic.parallel, rl.reference
-    stays = {"offload_params": False}
+    samplers: dict[str, object] = {}
     if ranks is not None:
+        if ranks > 1 and rl.trainer.mode in _AHEAD and not rl.trainer.pools:
+            count, samplers = _samplers(rl, ranks)
+            ranks -= count * rl.rollout.tensor_parallel_size
+            notices.append(
+                f"trainer.mode={rl.trainer.mode}: the policy has {ranks} of {config.run.ranks} "
+                f"ranks, {count} samplers the others"
+            )
         actor = _filled("actor", actor, ranks)
     alone = actor.fsdp * actor.sp == 1
-    if actor.offload_params and alone and ranks is not None:
-        actor = actor.replaced(stays)
-        notices.append("actor.parallel.offload_params has no effect on one rank: weights stay")
+    for name in ("offload_params", "offload_policy"):
+        if getattr(actor, name) and alone and ranks is not None:
+            actor = actor.replaced({name: False})
+            notices.append(f"actor.parallel.{name} has no effect on one rank: weights stay")
     if critic is not None:
         if not critic.model_fields_set.intersection(AXES):  # only other settings were given
             critic = critic.replaced({axis: getattr(actor, axis) for axis in AXES})
         elif ranks is not None:
             critic = _filled("critic", critic, ranks)
-        if critic.offload_params and critic.fsdp * critic.sp == 1:
-            critic = critic.replaced(stays)
+        if critic.fsdp * critic.sp == 1:
+            critic = critic.replaced({"offload_params": False, "offload_policy": False})
     if reference.offload_params and alone:
-        reference = reference.replaced(stays)
+        reference = reference.replaced({"offload_params": False})
         notices.append("reference.offload_params has no effect on one rank: its weights stay")
     layouts = {"rl.actor.parallel": actor, "rl.critic.parallel": critic, "rl.reference": reference}
-    return config.replaced(layouts), notices
+    return config.replaced(layouts | samplers), notices
+
+
+def _samplers(rl: RLConfig, ranks: int) -> tuple[int, dict[str, object]]:
+    """Return how many samplers decode on their part of `ranks`, and the settings that say so."""
+    tp, trainer = rl.rollout.tensor_parallel_size, rl.trainer
+    if rl.rollout.engine == "server":
+        return 0, {}
+    count = trainer.rollout_workers
+    if count == 1:  # the default
+        count = max(1, ranks // 2 // tp)
+    if count * tp >= ranks:
+        raise ConfigError(
+            f"trainer.rollout_workers={count} with rollout.tensor_parallel_size={tp} and "
+            f"trainer.mode={trainer.mode} leave the trainer none of the {ranks} GPUs of "
+            "run.n_gpus_per_node × run.nnodes; lower one of them"
+        )
+    settings: dict[str, object] = {"rl.trainer.rollout_workers": count}
+    if tp > 1 and rl.rollout.engine == "vllm":
+        settings["rl.rollout.vllm.in_process"] = False
+    return count, settings
 
 
 def _filled(role: str, parallel: ParallelConfig, ranks: int) -> ParallelConfig:
-    """Return the layout on `ranks` ranks."""
     layout = Layout.of(parallel)
     if layout.world_size == ranks:
         return parallel

@@ -1,8 +1,7 @@
 """`Trainer.from_hf_config(…)`, and settings of other libraries as a run's configuration.
 
-Dictionaries have the keys of `main_ppo`, or the short names of `engine/cli/verl_keys.yaml`. That
-table also says which attributes of `TrainingArguments`, `LoraConfig` and `BitsAndBytesConfig` are
-read or refused, so transformers and peft aren't needed here.
+Dictionaries have the keys of `main_ppo`, or the short names of `engine/cli/verl_keys.yaml`, which
+also says which attributes of `TrainingArguments` and the like are read or refused.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ class Trainer:
 
     @property
     def config(self) -> RunConfig:
-        """The configuration of the run."""
         return self._resolved.config
 
     def train(self) -> Path:
@@ -121,10 +119,8 @@ def _settings_of(settings: Any, section: str) -> Iterator[tuple[str, str, object
     for entry in table.unsupported:
         value = changed(entry.pattern)
         if value is not None and value not in entry.accepted:
-            raise ConfigError(
-                f"{type(settings).__name__}.{entry.pattern}={value!r} is not available here; "
-                f"{entry.reason}"
-            )
+            given = f"{type(settings).__name__}.{entry.pattern}={value!r}"
+            raise ConfigError(f"{given} is not available here; {entry.reason}")
     for name, key in table.settings.items():
         if (value := changed(name)) is not None and (ours := key.convert(value, name)) != "":
             yield f"{name}={value}", key.paths[0], ours

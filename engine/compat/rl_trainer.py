@@ -47,8 +47,7 @@ _WITH_ACTOR = ("actor", "rollout", "reference", "critic")  # where no part names
 class DeviceMesh:
     """Devices of a cluster, such as `cuda:3` or `cuda:0-3`, and the roles on parts of them.
 
-    Roles that no part names are the actor's neighbours. Ray picks the very devices; how many there
-    are, and which roles share them, is as here.
+    Roles that no part names are the actor's neighbours. Ray picks the very devices.
 
     Examples:
         >>> parts = {"actor": ["cuda:0-3"], "critic": ["cuda:4-7"]}
@@ -118,9 +117,8 @@ def _expanded(devices: Sequence[str] | str) -> list[str]:
 class DataPipeline:
     """The models and settings of a run: one actor, at most one critic, rewards that are added.
 
-    Models are transformers' (or a `HybridActor`), or paths. Without a reward it is that of the
-    settings. `rollout_config` and `train_config` have the keys of `RLTrainer`'s `config`. Prompts
-    are a loader, or the path of a file.
+    Models are transformers' (or a `HybridActor`), or paths; prompts a loader, or the path of a
+    file. `rollout_config` and `train_config` have the keys of `RLTrainer`'s `config`.
     """
 
     actors: Sequence[object]
@@ -169,10 +167,7 @@ class RLTrainer(rl.RLTrainer):
         **options: Any,
     ) -> None:
         """`actor_engine` is another name of `actor_model`; `algo` is `ppo`, `grpo`, … or the name
-        of an estimator. `config` has the keys of `main_ppo`, or short ones such as `lr`.
-
-        Raises ConfigError before any worker starts, as `engine.trainers.rl.RLTrainer`.
-        """
+        of an estimator. `config` has the keys of `main_ppo`, or short ones such as `lr`."""
         self._actor: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         if native or "model_path" in options:
@@ -248,7 +243,6 @@ class RLTrainer(rl.RLTrainer):
             self._folder.cleanup()
 
     def _start(self, actor: object, tokenizer: Any, dtype: str) -> tuple[str, str, Any]:
-        """Return the folder that workers load, its dtype, and the tokenizer."""
         if isinstance(tokenizer, str | Path):
             tokenizer = load_tokenizer(tokenizer)
         if isinstance(actor, str | Path):
@@ -256,10 +250,7 @@ class RLTrainer(rl.RLTrainer):
         tokenizer = tokenizer or getattr(actor, "tokenizer", None)
         if isinstance(actor, HybridActor):
             if actor._sharded is not None:
-                raise ConfigError(
-                    "RLTrainer got a HybridActor on several ranks; set actor.parallel in config "
-                    "for them"
-                )
+                raise ConfigError("a HybridActor is on several ranks; set actor.parallel in config")
             actor = actor.policy
         self._actor, folder = actor, self._new_folder("start")
         return str(folder), _write_actor(self._actor, tokenizer, folder), tokenizer
@@ -297,7 +288,6 @@ def _loader(data: object, run: RunConfig) -> PromptLoader:
 
 
 def _write_actor(model: Any, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> str:
-    """Write a model in memory with its tokenizer; return its dtype's name."""
     if tokenizer is None:
         raise ConfigError("RLTrainer got a model in memory and no tokenizer; give tokenizer=…")
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
@@ -323,9 +313,7 @@ def _write_critic(
         if base.keys() == backbone.keys() and all(torch.equal(base[k], backbone[k]) for k in base):
             return None
     if bool(critic.head.bias.detach().any()):
-        raise ConfigError(
-            "critic_model's head has a bias, which a classifier's folder has no place for; set it 0"
-        )
+        raise ConfigError("critic_model's head has a bias, which a classifier can't hold; set it 0")
     dtype = next(critic.parameters()).dtype
     classifier = classifier_of(critic.config, dtype, int(tokenizer.pad_token_id or 0))
     tensors = classifier_tensors(classifier, critic.state_dict().items())
@@ -347,16 +335,13 @@ _COMPLETIONS = ("completions", "completion", "responses", "response", "outputs",
 def _put_reward(
     values: dict[str, Any], function: object, models: object, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    """Put reward functions and models, whose values are added, into the values of an RLConfig.
-
-    A function that its module's name leads to is named by that, so that every process finds it; any
-    other, and a model, is registered here, and the run stays in this process.
-    """
+    """Put reward functions and models, whose values are added, into the values of an RLConfig."""
     if models is None or isinstance(models, str) or not isinstance(models, Sequence):
         models = [] if models is None else [models]
     rewards = [_of_function(function)] if function is not None else []
     rewards += [_of_model(model, tokenizer) for model in models]
     specs: list[dict[str, Any]] = [
+        # A function that its module's name leads to is in every process; any other is in this one.
         {"name": _registered(reward, source)} if callable(reward) else reward
         for reward, source in rewards
     ]
@@ -453,7 +438,6 @@ def model_scores(
 
 
 def _registered(function: Callable[..., object], source: object) -> str:
-    """Register the function under a name of its own, which it returns."""
     digest = hashlib.sha256(f"{source!r}{id(source)}".encode()).hexdigest()[:8]
     name = f"{getattr(source, '__name__', type(source).__name__).strip('<>')}_{digest}"
     function.__qualname__ = name

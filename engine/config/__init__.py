@@ -10,7 +10,6 @@ refused here. Read `pipeline` for the whole, and `rl`; `text` reads and prints t
 from engine.config.algorithm import (
     AlgorithmConfig,
     DistillationConfig,
-    KLControlConfig,
     PreferenceConfig,
     TeacherConfig,
 )

@@ -114,7 +114,7 @@ class UpdateConfig(Section):
     ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
     ppo_epochs: int = Field(1, ge=1, description="Passes over each step's batch")
     max_tokens_per_micro_batch: int = Field(16384, ge=64)
-    """Tokens of one forward and backward pass"""
+    """Tokens of one forward and backward pass; on a GPU fewer where 16384 need too much memory"""
 
 
 class ActorConfig(UpdateConfig):
@@ -196,6 +196,9 @@ class RolloutConfig(TokenSamplingConfig):
     kv_cache_memory_mb: int | None = Field(None, ge=16)
     """KV cache of a copy of the policy; null: native's grows with its sequences, vLLM's has 256 on
     a CPU, and on a GPU what rollout.vllm.gpu_memory_utilization leaves"""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """async on native and vllm: what new weights do with the keys and values of unfinished
+    completions: recompute, so that log-probs are of their version alone, or keep (PipelineRL)"""
     enable_rollout_routing_replay: bool = False
     """MoE models on native: record experts for actor.router_replay.mode=R3"""
     cuda_graphs: bool = False
@@ -205,6 +208,11 @@ class RolloutConfig(TokenSamplingConfig):
     agent: AgentConfig = AgentConfig()
     server: ServerConfig = ServerConfig()
     vllm: VllmConfig = VllmConfig()
+
+    @property
+    def stream_options(self) -> dict[str, str]:
+        """Options of a stream that only some engines have, where they aren't the default."""
+        return {} if self.kv_on_update == "recompute" else {"kv_on_update": self.kv_on_update}
 
 
 class TrainerConfig(LoopConfig):
@@ -220,8 +228,8 @@ class TrainerConfig(LoopConfig):
     delta_sync: bool = Field(False, description="Send rollout processes only changed weights")
     staleness: int = Field(1, ge=0, description="async: versions that a completion may be behind")
     rollout_workers: int = Field(1, ge=1)
-    """one_step_off, async: processes that only decode, each with a whole policy; what one takes is
-    the pool [sampler] of trainer.pools"""
+    """one_step_off, async: processes that only decode and validate, each with a whole policy; what
+    one takes is the pool [sampler] of trainer.pools"""
     rollout_threads: int = Field(0, ge=0)
     """Threads of one process that only decodes; 0: half of the cores"""
     rollout_silence_s: float = Field(60.0, gt=0)

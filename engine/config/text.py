@@ -125,7 +125,7 @@ def sections(
 ) -> Iterator[tuple[str, type[BaseModel], list[Setting]]]:
     """Yield each section's path (empty for the root), its class and its own settings, in order.
 
-    `defaults` are those of the place that the section stands in; without them, its own.
+    `defaults`: of the place that the section stands in; without them, its own.
     """
     defaults = model() if defaults is None else defaults
     inner: list[tuple[str, type[BaseModel]]] = []

@@ -30,11 +30,19 @@ class ParallelConfig(Section):
     packing: bool | Literal["auto"] = "auto"
     """Rows as one sequence without padding, a shared prompt computed once; auto: where that saves a
     twentieth of the positions"""
-    offload_params: bool = Field(False, description="Keep weights in CPU memory between uses")
+    offload_params: bool = False
+    """With fsdp: move the weights to CPU memory between phases, as during rollout"""
+    offload_policy: bool = False
+    """With fsdp: weights, gradients and moments stay in CPU memory, where Adam runs; a layer is
+    copied to the device for each use (FSDP2's CPUOffloadPolicy)"""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in CPU memory between updates"""
-    activation_checkpointing: bool = False
-    """Keep layers' inputs only and recompute the rest in backward"""
+    activation_checkpointing: bool | None = None
+    """Keep layers' inputs only and recompute the rest in backward; null: no, and RL on a GPU does
+    where its memory would be too small"""
+    activation_offload: bool = False
+    """As activation_checkpointing, and on a GPU those inputs wait in pinned CPU memory: for rows of
+    very many tokens"""
 
 
 class PoolConfig(Section):

@@ -6,10 +6,12 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from engine.batch import Batch, Future
@@ -22,7 +24,7 @@ from engine.rollout.stream import Begun
 
 if TYPE_CHECKING:
     from engine.controller.groups import ActorGroup, StreamRolloutGroup
-    from engine.workers.rollout_worker import PollResult
+    from engine.workers.rollout_worker import Draws, PollResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,44 @@ class PublishedWeights:
     def update_from(self, version: int) -> Future[Batch]:
         """The update for a process with weights of `version` (-1: none)."""
         return self.delta if self.delta is not None and version == self.base else self.full
+
+
+class ApartSampling:
+    """Prompts that workers with one version of the weights sample while their streams wait."""
+
+    def __init__(self, prompts: Batch, draws: Draws, version: int, workers: int) -> None:
+        """`prompts` have a `group_ids` of their own each."""
+        self.draws, self.version, self._prompts = draws, version, prompts
+        self._rows = {key: row for row, key in enumerate(prompts["group_ids"].tolist())}
+        self._left = deque(self._rows)  # keys of what no worker has
+        self._share = -(-len(self._rows) // workers)
+        self._given: dict[str, set[int]] = {}  # keys by worker, until they are finished
+        self._groups: dict[int, Batch] = {}  # by key
+
+    def give(self, worker: str) -> Batch | None:
+        """What an idle worker samples next, if anything."""
+        if self._given.get(worker) or not self._left:
+            return None
+        keys = [self._left.popleft() for _ in range(min(self._share, len(self._left)))]
+        self._given[worker] = set(keys)
+        return self._prompts.rows([self._rows[key] for key in keys])
+
+    def finish(self, worker: str, groups: Iterable[Batch]) -> None:
+        for group in groups:
+            key = int(group["group_ids"][0])
+            if key in self._given.get(worker, ()):  # else it is of prompts that were given up
+                self._given[worker].remove(key)
+                self._groups[key] = group
+
+    def lost(self, worker: str) -> None:
+        """Let another worker sample what this one has not finished."""
+        self._left.extend(sorted(self._given.pop(worker, ())))
+
+    def result(self) -> Batch | None:
+        """All groups in the order of their prompts, once they are there."""
+        if len(self._groups) < len(self._rows):
+            return None
+        return Batch.concat([self._groups[key] for key in self._rows])
 
 
 class WeightPublisher:
@@ -62,7 +102,7 @@ class RolloutProcess:
     attempt: int
     roles: Roles
     group: StreamRolloutGroup
-    call: Future[int | PollResult] | None = None  # in flight
+    call: Future[int | PollResult | None] | None = None  # in flight
     loads: Future[Batch] | None = None  # what the call loads, if it is load_weights
     sync: bool = False  # there are newer weights to load
     needs_full_weights: bool = False  # a delta failed
@@ -156,9 +196,9 @@ class AsyncRollout:
     ) -> None:
         self._timeout_s, self._weights = timeout_s, weights
         version = weights.version
-        self.queue = RolloutQueue(
-            limits, version, next_prompt=next_prompt, score=score, keep=keep, finished=finished
-        )
+        self._new_queue = partial(RolloutQueue, next_prompt=next_prompt, score=score, keep=keep)
+        self.queue = self._new_queue(limits, version, finished=finished)
+        self._apart: ApartSampling | None = None
         self.fleet = supervision.Fleet.start(
             names, time.monotonic(), health, limits.staleness, version
         )
@@ -189,12 +229,46 @@ class AsyncRollout:
                     return batch
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                     admission = self.queue.admission
-                    states = ", ".join(f"{w.name} {w.state}" for w in self.fleet.workers.values())
-                    raise WorkerError(
-                        f"rollout gave no batch within {self._timeout_s:g} s ({states}; "
+                    raise self._late(
+                        "rollout gave no batch",
                         f"{len(admission.in_flight)} groups in flight, {len(admission.queue)} "
-                        "queued); look at its workers, or raise trainer.step_timeout_s"
+                        "queued",
                     )
+
+    def sample(self, prompts: Batch, draws: Draws) -> Batch:
+        """Sample prompts, all under the newest weights, before anything that is queued; waits.
+
+        Workers that load them, or start, are waited for, and what a lost one had is sampled by
+        another. Raises what stopped the rollout, WorkerError after the deadline.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        with self._changed:
+            version, workers = self._weights.version, len(self.fleet.workers)
+            apart = self._apart = ApartSampling(prompts, draws, version, workers)
+            try:
+                while (batch := apart.result()) is None:
+                    if self._error is not None:
+                        raise self._error
+                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                        what = f"{draws} completions of policy version {version} were not sampled"
+                        raise self._late(what, f"{len(prompts)} prompts")
+            finally:
+                self._apart = None
+        return batch
+
+    def _late(self, what: str, work: str) -> WorkerError:
+        workers = self.fleet.workers.values()
+        states = ", ".join(f"{w.name} {w.state} with version {w.version}" for w in workers)
+        causes = f"; {'; '.join(self.causes[-3:])}" if self.causes else ""
+        return WorkerError(
+            f"{what} within {self._timeout_s:g} s ({states}; {work}{causes}); look at its "
+            "workers, or raise trainer.step_timeout_s"
+        )
+
+    def begin(self, limits: AdmissionLimits, finished: Sequence[tuple[Batch, Batch]]) -> None:
+        """Begin with other limits and `finished` groups, where nothing has been sampled yet."""
+        with self._changed:
+            self.queue = self._new_queue(limits, self._weights.version, finished=finished)
 
     def update_weights(self, weights: PublishedWeights) -> None:
         """Have workers load new weights between two decode steps."""
@@ -311,8 +385,15 @@ class AsyncRollout:
             return True
         if name not in self.fleet.serving:
             return False
+        if self._apart is not None and self._apart.version == self.fleet.workers[name].version:
+            prompts = self._apart.give(name)
+            if prompts is not None:
+                process.busy = len(prompts)
+                process.call = process.group.begin_apart(prompts, self._apart.draws)
+                return True
         # Its share of the room, so that the others get theirs; none where its engine has none.
-        room = 0 if process.full else max(self.queue.admission.capacity, 0)
+        none = process.full or self._apart is not None
+        room = 0 if none else max(self.queue.admission.capacity, 0)
         share = -(-room // len(self.fleet.workers))
         fresh = self.queue.begin(name, self.fleet.workers[name].version, share)
         idle = not fresh and not process.busy and now < process.idle_until
@@ -343,6 +424,10 @@ class AsyncRollout:
             process.needs_full_weights = False
             self._event(name, process.attempt, supervision.Synced(result), now)
             return
+        if result is None:  # `begin_apart`
+            return
+        if self._apart is not None:
+            self._apart.finish(name, result.apart)
         if result.partial_groups is not None:
             self._reported |= result.partial_groups
             self._report_done(name)
@@ -371,6 +456,8 @@ class AsyncRollout:
                     log.warning("rollout worker given up: %s", cause)
                     self.causes.append(cause)
                     self._report_done(worker)
+                    if self._apart is not None:
+                        self._apart.lost(worker)
                     self._processes.kill(worker)
                 case supervision.Reissue(worker, _):
                     self.queue.worker_lost(worker)

@@ -190,6 +190,10 @@ class Roles:
             raise PlacementError(self._missing(role))
         return self._groups[role]
 
+    def stand_in(self, role: str, group: WorkerGroup) -> None:
+        """Let `group` answer the calls of a role that this run has no ranks for."""
+        self._groups[role] = group
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._groups)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import signal
@@ -18,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from engine.controller.groups import Roles, WorkerGroup
 from engine.controller.local_groups import LocalGroup, LocalHost, close_hosts, take_spans
-from engine.controller.placement import ClusterNode, Placement, require_capacity
+from engine.controller.placement import ClusterNode, Placement, by_node, require_capacity
 from engine.controller.timeline import CONTROLLER, Recorder, Span, recording
 from engine.controller.worker_host import RoleSpec, WorkerHost
 from engine.errors import PlacementError, StorageError, WorkerError
@@ -193,12 +192,14 @@ def init_ray(options: Mapping[str, Any]) -> None:
 def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]]:
     """Reserve room for all processes at once; return each one's actor options, pool by pool."""
     import ray
+    from ray.util import placement_group_table
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     processes = [pool for pool in placement.pools for _ in range(pool.world_size)]
     bundles = [pool.bundle for pool in processes if pool.bundle]
     group: PlacementGroup | None = None
+    order: list[int] = []  # each process's bundle
     if bundles:
         labels = [dict(pool.labels) for pool in processes if pool.bundle]
         selectors = labels if any(labels) else None
@@ -211,8 +212,12 @@ def _reserve(placement: Placement, closing: ExitStack) -> list[dict[str, object]
                 f"no room for {bundles} within {placement.start_timeout_s:g} s: something else "
                 f"holds the cluster; free now: {free}"
             )
+        # PACK fills nodes in no order of the bundles.
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        for pool in (pool for pool in placement.pools if pool.bundle):
+            order += by_node(range(len(order), len(order) + pool.world_size), nodes)
     options: list[dict[str, object]] = []
-    index = itertools.count()
+    index = iter(order)
     for pool in processes:
         amounts = {"num_cpus": pool.cpus, "num_gpus": pool.gpus, "resources": dict(pool.resources)}
         if group is not None and pool.bundle:

@@ -100,6 +100,17 @@ def require_capacity(pools: Sequence[Pool], nodes: Sequence[ClusterNode]) -> Non
     )
 
 
+def by_node(bundles: Iterable[int], nodes: Mapping[int, str]) -> list[int]:
+    """Order a pool's bundles so that those of a node follow one another, the fullest node first.
+
+    Groups of consecutive ranks (tp, sp, shards) then stay inside a node, where sizes divide.
+    """
+    members: dict[str, list[int]] = {}
+    for bundle in bundles:
+        members.setdefault(nodes[bundle], []).append(bundle)
+    return [bundle for node in sorted(members.values(), key=len, reverse=True) for bundle in node]
+
+
 def _pool_shortage(pool: Pool, nodes: Sequence[ClusterNode]) -> str:
     capacity = sum(node.capacity_for(pool) for node in nodes)
     if capacity >= pool.world_size:

@@ -15,7 +15,7 @@ from jinja2 import TemplateSyntaxError
 
 from engine.data.messages import for_template
 from engine.data.rows import is_continued
-from engine.errors import ConfigError, DataError, EngineError, ModelError
+from engine.errors import ConfigError, DataError, EngineError, ModelError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -118,10 +118,9 @@ def refusals(tokenizer: PreTrainedTokenizerBase, where: str) -> Iterator[None]:
             f"{error.lineno}: {error.message}); correct chat_template in its folder"
         ) from error
     except Exception as error:  # a template is code of the model's authors
-        reason = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise DataError(
             f"{where}: the chat template of the tokenizer {name!r} refuses the prompt "
-            f"({type(error).__name__}: {reason}); change its messages, or remove the row"
+            f"({type(error).__name__}: {first_line(error)}); change its messages, or remove the row"
         ) from error
 
 

@@ -23,7 +23,7 @@ from engine.config import RowsConfig
 from engine.data import rows
 from engine.data.cells import SHOWN, is_missing, row_numbers, texts_of
 from engine.data.rows import RULE, TRUTH
-from engine.errors import ConfigError, DataError, EmptyFileError, EngineError
+from engine.errors import ConfigError, DataError, EmptyFileError, EngineError, first_line
 from engine.final_answers import DecimalMark, last_boxed, normalise_number
 from engine.storage.filesystem import as_path, is_hub_id, is_remote
 from engine.storage.json_rows import Numbered, Row
@@ -127,10 +127,9 @@ def _refusals(dataset: HubDataset) -> Iterator[None]:
     except EngineError:
         raise
     except Exception as error:  # it raises errors of many libraries
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
         raise DataError(
-            f"the dataset {dataset.id!r} of the hub can't be read ({reason}); check subset and "
-            "split, or download its files and give their folder"
+            f"the dataset {dataset.id!r} of the hub can't be read ({first_line(error)[:300]}); "
+            "check subset and split, or download its files and give their folder"
         ) from error
     finally:
         enable_progress_bar()
@@ -283,10 +282,9 @@ class RowMapper:
             try:
                 row[column] = template.render(values)
             except Exception as error:  # whatever a template does with what the data hold
-                reason = (str(error).strip().splitlines() or ["no reason given"])[0][:200]
                 raise DataError(
                     f"{where}: data.templates.{column} can't be rendered ({type(error).__name__}: "
-                    f"{reason}); its columns are {sorted(values)}"
+                    f"{first_line(error)[:200]}); its columns are {sorted(values)}"
                 ) from error
         for column, value in row.items():
             _check_text(value, column, where)

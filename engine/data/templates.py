@@ -116,6 +116,27 @@ def encode_conversation(
     return ids
 
 
+def encode_steps(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Sequence[Message],
+    steps: Sequence[str],
+    separator: str,
+    tools: Sequence[Mapping[str, object]] = (),
+) -> tuple[list[int], list[int]]:
+    """Encode a conversation whose response are `steps`, joined by `separator`.
+
+    Returns its tokens, as `encode_conversation`, and the index of each step's last one.
+    """
+
+    def encode(*texts: str) -> list[int]:
+        answer = {"role": "assistant", "content": separator.join(texts)}
+        return encode_conversation(tokenizer, [*prompt, answer], tools)
+
+    ids = encode(*steps)
+    begins = (encode(*steps[:i], "") for i in range(1, len(steps)))
+    return ids, [*(common_length(ids, begin) - 1 for begin in begins), len(ids) - 1]
+
+
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Iterable[Sequence[Message]],

@@ -204,16 +204,13 @@ def read_steps(
     """Read and encode rows `{prompt, completions, labels}` of files, folders, s3://… or hf://….
 
     `completions` are the steps of a response, which `separator` joins. Raises DataError, in a
-    sentence, for bad rows. The reward `process_reward_model` ends steps at the same tokens.
+    sentence, for bad rows.
     """
 
     def encode(tokenizer: PreTrainedTokenizerBase, row: Row) -> list[StepExample]:
         steps: list[str] = row["completions"]
-        ids, ends = _conversation(tokenizer, row, separator.join(steps)), list[int]()
-        for i in range(1, len(steps)):
-            begin = _conversation(tokenizer, row, separator.join([*steps[:i], ""]))
-            ends.append(templates.common_length(ids, begin) - 1)
-        ends.append(len(ids) - 1)
+        prompt, tools = row["prompt"], row.get("tools", ())
+        ids, ends = templates.encode_steps(tokenizer, prompt, steps, separator, tools)
         if ends[0] < 1 or any(b <= a for a, b in pairwise(ends)):
             raise DataError("two of its steps end in one token; join them, or split elsewhere")
         first, labels = ends[0], row["labels"]

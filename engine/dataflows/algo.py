@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from engine.algorithms.advantages import AdvantageInputs, get_advantage
 from engine.algorithms.aggregation import compute_means
 from engine.algorithms.correction import correct_rollout, gap_metrics
 from engine.algorithms.divergences import AdaptiveKL, FixedKL, kl_estimate
-from engine.algorithms.masked import mask_out, masked_mean
+from engine.algorithms.masked import mask_out, masked_mean, masked_whiten
 from engine.algorithms.shaping import groups_with_signal
 from engine.batch import Batch, Future, LazyBatch
 from engine.checkpoint.state_dict import StateDict
@@ -65,9 +65,8 @@ _registry: Registry[Dataflow] = Registry(
 def register_dataflow(name: str, roles: Collection[str], **options: Any) -> Callable[[Step], Step]:
     """Make `step(roles, prompts, algo)` selectable as `algorithm.dataflow=<name>`.
 
-    `roles` are those it calls; `options` are further fields of `Dataflow`: `optional` roles it
-    calls where `algo.needs` says so, estimators' inputs that it `provides` beyond those that all
-    dataflows have. A name can be taken once.
+    `roles` are those it calls; `options` are further fields of `Dataflow`. A name can be taken
+    once.
     """
 
     def add(step: Step) -> Step:
@@ -131,8 +130,8 @@ class RequiredPasses:
     def of(config: RLConfig, dataflow: Dataflow) -> RequiredPasses:
         """The passes that the settings require.
 
-        Truncated sampling (top-k, top-p) renormalises, so its log-probs are not the policy's;
-        rollout correction compares both; R2 replays what routers chose in the trainer's pass.
+        Truncated sampling's log-probs are not the policy's; rollout correction compares both; R2
+        replays what routers chose in the trainer's pass.
         """
         algorithm, actor = config.algorithm, config.actor
         if dataflow.uses_reference is not None:
@@ -237,47 +236,40 @@ class Algo:
     def advantages(self, lazy: LazyBatch) -> Batch:
         """The fields that the updates read, all `[B, R]`; waits for the batch.
 
-        `token_level_rewards`, `advantages`, `returns`, and the `response_mask` to train with:
-        rows whose reward failed, truncated ones with `mask_truncated` and what rollout correction
-        rejects are out of it. With correction `rollout_is_weights`, and what the policy loss
-        prepares over the global batch.
+        `token_level_rewards`, `advantages`, `returns`, and the `response_mask` to train with: rows
+        whose reward failed, truncated ones with `mask_truncated` and what correction rejects are
+        out. With correction `rollout_is_weights`, and what the policy loss prepares.
         """
         batch = lazy.resolve()
         with span("advantages"):
-            return self._advantages(batch)
+            return Batch(self._advantages(batch))
 
-    def _advantages(self, batch: Batch) -> Batch:
+    def _advantages(self, batch: Batch) -> dict[str, Tensor]:
         present = _mask_without_failures(batch)
         rewards = self._rewards_with_kl(self.shaped_rewards(batch, present), batch, present)
         fields, mask = self._rollout_correction(batch, present)
         # Estimators see the mask before rejection: a reward on a rejected token still counts.
         known = batch | fields
-        inputs = {name: known[name] for name in _OPTIONAL_INPUTS if name in known}
+        optional = {name: known[name] for name in _OPTIONAL_INPUTS if name in known}
         if "old_log_probs" in self.estimator.requires:
-            inputs["old_log_probs"] = _old_log_probs(batch)
-        group_ids = batch["group_ids"]
-        out = self.estimator(
-            AdvantageInputs(rewards, present, group_ids, **inputs), **self._options
-        )
+            optional["old_log_probs"] = _old_log_probs(batch)
+        inputs = AdvantageInputs(rewards, present, batch["group_ids"], **optional)
+        out = self.estimator(inputs, **self._options)
         if self.config.algorithm.mask_truncated:
             mask = shaping.without_truncated(mask, batch["truncated"])
+        advantages = mask_out(mask, out.advantages.float())
         fields |= {
             "token_level_rewards": rewards,
-            "advantages": mask_out(mask, out.advantages.float()),
+            "advantages": advantages,
             "returns": mask_out(mask, out.returns.float()),
             "response_mask": mask,
         }
-        fields |= self._prepared(batch, fields["advantages"], mask)
-        return Batch(fields)
+        return fields | self._prepared(batch, advantages, mask)
 
     def _prepared(self, batch: Batch, advantages: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        name, options, old = self._loss_mode, self._loss_options, _old_log_probs(batch)
         return policy_losses.prepare(
-            self._loss_mode,
-            _old_log_probs(batch),
-            advantages,
-            mask,
-            generator=self.generator,
-            **self._loss_options,
+            name, old, advantages, mask, generator=self.generator, **options
         )
 
     def shaped_rewards(self, batch: Batch, mask: Tensor) -> Tensor:
@@ -359,7 +351,7 @@ class Algo:
             self.metrics |= {"reward/kl": mean, "reward/kl_coef": self.kl_control.value}
             self.kl_control.update(mean, len(batch))
         if self.config.reward.whiten:
-            rewards = shaping.whiten_rewards(rewards, mask)
+            rewards = masked_whiten(rewards, mask, shift_mean=False)
         return mask_out(mask, rewards)
 
     def _rollout_correction(self, batch: Batch, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -378,15 +370,8 @@ class Algo:
         return fields, out.response_mask
 
 
-_OPTIONAL_INPUTS = (
-    "values",
-    "reward_components",
-    "baseline_rewards",
-    "sum_pi_squared",
-    "rollout_is_weights",
-    "episode_ids",
-    "first_turn",
-)
+# Without rewards, mask and groups, and the log-probs, which `_old_log_probs` chooses.
+_OPTIONAL_INPUTS = [f.name for f in fields(AdvantageInputs)[3:] if f.name != "old_log_probs"]
 
 
 def _old_log_probs(batch: Batch) -> Tensor:

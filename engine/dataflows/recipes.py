@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from engine.algorithms.preference_losses import get_pair_loss
-from engine.algorithms.shaping import Refill, first_groups, refill_decision
+from engine.algorithms.shaping import first_groups
 from engine.batch import Batch, ConcatFuture, LazyBatch
 from engine.controller.groups import Roles
 from engine.dataflows.algo import Algo, StepResult, register_dataflow
@@ -52,12 +52,10 @@ class DynamicSampling:
     def rounds(self, prompts: Batch) -> Iterator[Batch]:
         """Prompts to sample next, first `prompts`; call `add` for each."""
         limit = self._algo.config.algorithm.filter_groups.max_num_gen_batches
+        more = self._algo.more_prompts
         yield prompts
-        while self._algo.more_prompts is not None:
-            decision = refill_decision(self._groups, self._wanted, self._rollouts, limit)
-            if decision is not Refill.MORE:
-                return
-            yield self._algo.more_prompts()
+        while more and self._groups < self._wanted and self._rollouts < limit:
+            yield more()
 
     def add(self, lazy: LazyBatch) -> None:
         """Keep the groups with signal of one rollout; waits for its scores."""
@@ -89,8 +87,8 @@ class DynamicSampling:
 def preference_pairs(lazy: LazyBatch, algo: Algo) -> Batch:
     """Rows 2i and 2i+1: the best and the worst completion of a group, by shaped reward.
 
-    A group whose rewards are all equal gives no pair; of equal completions the first one counts.
-    Rows that are empty or whose reward failed are left out, truncated ones with `mask_truncated`.
+    A group of equal rewards gives none. Rows that are empty or whose reward failed are left out,
+    truncated ones with `mask_truncated`.
     """
     batch = lazy.resolve()
     rewards = algo.shaped_rewards(batch, batch["response_mask"]).sum(1)

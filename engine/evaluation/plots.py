@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,13 @@ BEFORE_COLOUR = "#a3adbd"
 AFTER_COLOUR = "#2f5fd0"
 _TEXT = "#3b4352"
 _FAINT = "#e6e9ef"
-_LINE_COLOURS = ("#2f5fd0", "#c2571a", "#2b8a5f", "#8a4fbf", "#b0306a", "#5b6472")
+LINE_COLOURS = ("#2f5fd0", "#c2571a", "#2b8a5f", "#8a4fbf", "#b0306a", "#5b6472")
 _LEGEND: dict[str, Any] = {
     "loc": "upper left", "bbox_to_anchor": (0, 1.13), "ncols": 2, "frameon": False,
     "fontsize": 8.5, "labelcolor": _TEXT,
 }  # fmt: skip
 _PATCHES: dict[str, Any] = {"handlelength": 1.1, "handleheight": 0.9, "columnspacing": 1.4}
+FEW = 10  # points of a curve that are not smoothed
 _WIDE, _NARROW = (4.6, 3.0), (3.6, 2.2)  # inches; a phone shows the letters of either at 9 px
 
 
@@ -90,17 +92,21 @@ def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]
     return _to_svg(figure, "lengths")
 
 
-def training_curves(curves: Mapping[str, Sequence[float]]) -> dict[str, str]:
-    """Draw one picture a metric over training steps, by its name; non-finite values leave a gap."""
+def curves(metrics: Mapping[str, Mapping[str, Mapping[int, float]]]) -> dict[str, str]:
+    """Draw one picture a metric, by its name: the values by step of each run, over each other.
+
+    Non-finite values leave a gap; of many values the bold line is the moving mean.
+    """
     pictures = {}
-    for number, (name, values) in enumerate(curves.items()):
-        colour = _LINE_COLOURS[number % len(_LINE_COLOURS)]
+    for number, (name, runs) in enumerate(metrics.items()):
         figure = Figure(figsize=_NARROW, facecolor="none")
         axes = figure.add_subplot()
-        points = np.nan_to_num(values, nan=np.nan, posinf=np.nan, neginf=np.nan)
-        steps = np.arange(1, points.size + 1)
-        axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
-        axes.plot(steps, smoothed(points), color=colour, linewidth=1.8)
+        for values, colour in zip(runs.values(), cycle(LINE_COLOURS)):
+            steps = list(values)
+            points = np.nan_to_num([*values.values()], nan=np.nan, posinf=np.nan, neginf=np.nan)
+            axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
+            bold = smoothed(points) if len(points) > FEW else points
+            axes.plot(steps, bold, color=colour, linewidth=1.8)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.set_xlabel("step")
@@ -115,8 +121,8 @@ def overoptimisation(steps: Overoptimisation) -> str:
     left = figure.add_subplot()
     right = left.twinx()
     sides = (
-        (left, steps.model_reward, _LINE_COLOURS[1], "reward model (left)"),
-        (right, steps.true_reward, _LINE_COLOURS[0], "true reward (right)"),
+        (left, steps.model_reward, LINE_COLOURS[1], "reward model (left)"),
+        (right, steps.true_reward, LINE_COLOURS[0], "true reward (right)"),
     )
     for axes, values, colour, label in sides:
         axes.scatter(steps.kl, values, s=6, color=colour, alpha=0.3, linewidths=0)

@@ -73,13 +73,13 @@ def render_report(
     models = (comparison.before, comparison.after)
     first, second = before or models[0].model, after or models[1].model
     names = (_MODEL_TITLES.get(first, first), _MODEL_TITLES.get(second, second))
-    curves = {name: values for name, values in (curves or {}).items() if len(values)}
+    lines = {k: {after: dict(enumerate(v, 1))} for k, v in (curves or {}).items() if len(v)}
     old_lengths, new_lengths = (rows["response_length"] for rows in (rows_before, rows_after))
     return _templates().get_template("report.html.j2").render(
         comparison=comparison, facts=facts or {}, harness=harness, models=models, names=names,
         parts=_parts(sets), sets=sets, verdict=verdict, css=html_templates.stylesheet(),
         groups=_example_groups(comparison, rows_before, rows_after, examples),
-        bars=plots.metric_bars(comparison, names), curves=plots.training_curves(curves),
+        bars=plots.metric_bars(comparison, names), curves=plots.curves(lines),
         lengths=plots.length_histogram(old_lengths, new_lengths, names),
         audits=audits or {}, drift=drift or {}, overoptimisation=overoptimisation
         and (plots.overoptimisation(overoptimisation), overoptimisation.sentence()),

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.data.rows import EPISODE_COLUMNS
 from engine.data.sources import evaluation_files
-from engine.errors import DataError, LineageError
+from engine.errors import DataError, LineageError, first_line
 from engine.evaluation import metrics
 from engine.evaluation.metrics import Interval, Kind, LengthSummary
 from engine.evaluation.results import check_paired
@@ -351,5 +351,5 @@ def read_sets(folder: str | Path) -> list[EvaluatedSet]:
     try:
         return TypeAdapter(list[EvaluatedSet]).validate_json(read_file(where, LineageError))
     except (OSError, ValidationError) as error:
-        first = str(error).splitlines()[0]
+        first = first_line(error)
         raise LineageError(f"{where} can't be read ({first}); evaluate the models again") from error

@@ -9,6 +9,7 @@ shapes they run.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -22,6 +23,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+
+from engine.storage.filesystem import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -79,19 +82,10 @@ def compiled(source: str, instructions: str = "AVX512-BF16") -> ctypes.CDLL | No
             command = [compiler, *_FLAGS, *flags, "-o", str(built), str(_SOURCES / source), "-lm"]
             subprocess.run(command, check=True, capture_output=True, timeout=_COMPILER_S)
             loaded = ctypes.CDLL(str(built))  # stays usable once the file is gone
-            _copy_to_cache(built, folder)
+            with contextlib.suppress(OSError):  # a folder that can't be written is left
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(folder / name, [built.read_bytes()])
             return loaded
     except (OSError, subprocess.SubprocessError) as error:
         log.warning("%s can't be compiled, and runs slower without: %s", source, error)
         return None
-
-
-def _copy_to_cache(built: Path, folder: Path) -> None:
-    """Copy the library to `folder`, whole or not at all; a folder that can't be written is left."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        draft = folder / f".{built.name}.{os.getpid()}"
-        shutil.copyfile(built, draft)
-        draft.rename(folder / built.name)
-    except OSError:
-        return

@@ -196,10 +196,7 @@ def row_attention(
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps no padded tensors and no scores: the backward pass computes both again.
-
-    It computes in float32 at least. The equations are those of `packed_attention`.
-    """
+    """Keeps no padded tensors and no scores, which backward computes again, in float32 at least."""
 
     @staticmethod
     def forward(
@@ -222,10 +219,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_output: Tensor = gradients[0]
         query, key, value, attended = ctx.saved_tensors
-        plan, (heads, kv_heads) = (
-            _plan(ctx.runs, grad_output.device),
-            (query.shape[1], key.shape[1]),
-        )
+        plan, heads, kv_heads = _plan(ctx.runs, grad_output.device), query.shape[1], key.shape[1]
         parts: list[list[Tensor]] = [[], [], []]
         with torch.autocast(grad_output.device.type, enabled=False):
             wide_grad = at_least_float(grad_output)
@@ -241,12 +235,8 @@ class _Attention(torch.autograd.Function):
                 parts[1].append(_flat(batch, torch.bmm(scores.transpose(1, 2), q), kv_heads))
                 parts[2].append(_flat(batch, torch.bmm(weights.transpose(1, 2), g), kv_heads))
             totals = [_tokens(plan, parts[0]), *(_key_gradients(plan, part) for part in parts[1:])]
-        gradients_and_inputs = zip(totals, (query, key, value), strict=True)
-        return (
-            *(t.transpose(0, 1)[None].to(like.dtype) for t, like in gradients_and_inputs),
-            None,
-            None,
-        )
+        pairs = zip(totals, (query, key, value), strict=True)
+        return *(t.transpose(0, 1)[None].to(like.dtype) for t, like in pairs), None, None
 
 
 def _weights(batch: _Batch, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
@@ -323,10 +313,8 @@ _recent: deque[tuple[tuple[Run, ...], _CompiledPlan | None]] = deque(maxlen=4)
 
 
 def _compiled_plan(runs: tuple[Run, ...]) -> _CompiledPlan | None:
-    """Plan runs in tree order: each continues part of the path to the one before it; else None.
-
-    All layers ask for the same ones, so that to compare them would take longer than to attend.
-    """
+    """Plan runs in tree order: each continues part of the path to the one before it; else None."""
+    # All layers ask for the same ones, so that to compare them would take longer than to attend.
     for recent_runs, plan in tuple(_recent):
         if recent_runs is runs:
             return plan

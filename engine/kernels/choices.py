@@ -84,9 +84,9 @@ def choose(
     """Return the choice for a shape; at the first use of one `run(first, rows)` is timed.
 
     Rows are counted in powers of two up to 512; one choice holds for all with the same. A forced
-    implementation that isn't one of `names` takes the first, unless it is to be `measured`. Where
-    `run` has no other thread, `clock` may count this one's CPU seconds, which other processes don't
-    change. Raises ConfigError for a wrong value of HYBRIDFLYTE_KERNELS.
+    implementation that isn't one of `names` takes the first, unless it is to be `measured`. `clock`
+    may count this thread's CPU seconds. Raises ConfigError for a wrong value of
+    HYBRIDFLYTE_KERNELS.
     """
     shape = (min(_MOST_ROWS, 1 << max(4, (rows - 1).bit_length())), *sizes)
     key = (kernel, shape, torch.get_num_threads())
@@ -129,10 +129,7 @@ def known_choices() -> list[Choice]:
 
 
 def forced_implementation() -> str | None:
-    """Return what this thread, or HYBRIDFLYTE_KERNELS, forces: an implementation, or instructions.
-
-    Raises ConfigError for a name that is neither.
-    """
+    """Return what this thread or HYBRIDFLYTE_KERNELS forces; ConfigError for an unknown name."""
     forced = getattr(_forced, "implementation", None) or os.environ.get(VARIABLE)
     if forced not in (None, "", *IMPLEMENTATIONS, *INSTRUCTIONS):
         values = ", ".join((*IMPLEMENTATIONS, *INSTRUCTIONS))

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from engine.algorithms.masked import at_least_float
 from engine.kernels import training_ops
 from engine.kernels.attention import Run, attention_forward, attention_gradients, takes_runs
 from engine.kernels.choices import all_compiled
@@ -35,10 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_norm(x: Tensor, plus: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
-    """Return x + plus, and what the module `norm` makes of it.
-
-    Where loops are compiled, the sum and its gradient are part of the norm's.
-    """
+    """Return x + plus and its `norm` (a module), in one pass where loops are compiled."""
     plus = None if plus is None else plus.contiguous()
     if training_ops.takes(x, norm.weight):
         out: tuple[Tensor, Tensor] = _AddNorm.apply(x, plus, norm.weight, norm.variance_epsilon)
@@ -67,13 +65,10 @@ def rotated_linears(
     weights, biases = zip(*affines, strict=True)
     shape = (*x.shape[:-1], -1, cos.shape[-1])
     divisible = all(len(weight) % training_ops.STEP == 0 for weight in weights)
-    if (
-        divisible
-        and training_ops.takes(cos, sin)
-        and training_ops.compiles_linears(x, weights, biases)
-    ):
+    compiles = divisible and training_ops.takes(cos, sin)
+    if compiles and training_ops.compiles_linears(x, weights, biases):
         flat = [tensor for affine in affines for tensor in affine]
-        rotary = training_ops.Rotary(cos, sin, len(affines) - 1)
+        rotary = Rotary(cos, sin, len(affines) - 1)
         return tuple(out.view(shape) for out in _Linears.apply(x, rotary, *flat))
     *to_rotate, last = (out.view(shape) for out in linears(x, affines))
     return *(rotate(out, cos, sin) for out in to_rotate), last
@@ -104,9 +99,9 @@ class _RMSNorm(torch.autograd.Function):
             return out
         rows = x.reshape(-1, x.shape[-1])
         out = torch.empty_like(rows)
-        scale = torch.empty(len(rows), 1, dtype=_wide(rows[:0]).dtype, device=x.device)
+        scale = torch.empty(len(rows), 1, dtype=at_least_float(rows[:0]).dtype, device=x.device)
         for at in _chunks(rows):
-            wide = _wide(rows[at])
+            wide = at_least_float(rows[at])
             norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
             scale[at] = norm.square_().div_(rows.shape[1]).add_(eps).rsqrt_()
             if wide.dtype == rows.dtype:
@@ -127,10 +122,11 @@ class _RMSNorm(torch.autograd.Function):
         rows, grad_output = x.reshape(-1, width), gradients[0].reshape(-1, width)
         needs_weight_grad = ctx.needs_input_grad[1]
         grad_x = torch.empty_like(rows)
-        wide_weight = _wide(weight)
+        wide_weight = at_least_float(weight)
         grad_weight = torch.zeros_like(wide_weight)
         for at in _chunks(rows):
-            wide, wide_grad, r = _wide(rows[at]), _wide(grad_output[at]), scale[at]
+            wide, wide_grad = at_least_float(rows[at]), at_least_float(grad_output[at])
+            r = scale[at]
             product = wide_grad * wide
             if needs_weight_grad:
                 grad_weight.addmv_(product.t(), r.squeeze(1))
@@ -138,11 +134,8 @@ class _RMSNorm(torch.autograd.Function):
             part = torch.mul(wide_grad, wide_weight, out=product).mul_(r)
             part.addcmul_(wide, dot.mul_(r * r).mul_(r).div_(width), value=-1.0)
             grad_x[at] = part
-        return (
-            grad_x.view(x.shape),
-            grad_weight.to(weight.dtype) if needs_weight_grad else None,
-            None,
-        )
+        narrow = grad_weight.to(weight.dtype) if needs_weight_grad else None
+        return grad_x.view(x.shape), narrow, None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -187,9 +180,8 @@ class _Rotate(torch.autograd.Function):
         if training_ops.takes(cos, sin) and grad_output.dtype == torch.bfloat16:
             return training_ops.rotate(grad_output.contiguous(), cos, sin, back=True), None, None
         half = grad_output.shape[-1] // 2
-        grad_x = torch.mul(
-            grad_output, cos, out=grad_output.new_empty(grad_output.shape)
-        )  # contiguous
+        contiguous = grad_output.new_empty(grad_output.shape)
+        grad_x = torch.mul(grad_output, cos, out=contiguous)
         grad_x[..., :half].addcmul_(grad_output[..., half:], sin[..., half:])
         grad_x[..., half:].addcmul_(grad_output[..., :half], sin[..., :half], value=-1.0)
         return grad_x, None, None
@@ -200,7 +192,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rotary: training_ops.Rotary | None, *affines: Tensor | None
+        ctx: Any, x: Tensor, rotary: Rotary | None, *affines: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = affines[::2], affines[1::2]
         ctx.save_for_backward(x, *weights)
@@ -321,11 +313,8 @@ class _GatedMLP(torch.autograd.Function):
 
 
 def _column_sums(grad_output: Tensor) -> Tensor:
-    return (
-        training_ops.column_sums(grad_output)
-        if training_ops.takes(grad_output)
-        else grad_output.sum(0)
-    )
+    compiled = training_ops.takes(grad_output)
+    return training_ops.column_sums(grad_output) if compiled else grad_output.sum(0)
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -351,10 +340,6 @@ def _silu_gradient(grad_output: Tensor, gate: Tensor) -> Tensor:
     """Return the gradient of silu(gate), written over `grad_output`."""
     torch.ops.aten.silu_backward.grad_input(grad_output, gate, grad_input=grad_output)
     return grad_output
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 def _chunks(rows: Tensor) -> Iterator[slice]:
@@ -406,10 +391,7 @@ def takes_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> bool:
 
 
 def compiled_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> Tensor:
-    """Return the layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H].
-
-    All is bfloat16 on the CPU, as `takes_layer` has found; the gradient of a gradient is an error.
-    """
+    """Return the layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H]."""
     affines = zip(weights.projections, weights.biases, strict=True)
     flat = [tensor for affine in affines for tensor in affine]
     out: Tensor = _Layer.apply(
@@ -491,15 +473,8 @@ class _Layer(torch.autograd.Function):
         )  # fmt: skip
         assert grad_normed is not None
         grad_x, grad_norm = training_ops.norm_gradients(x, norm, scale, grad_normed, plus)
-        return (
-            grad_x[None],
-            None,
-            grad_norm,
-            grad_last_norm,
-            *grad_mlp,
-            *grad_projections,
-            *grad_last,
-        )
+        grad_norms = grad_norm, grad_last_norm
+        return grad_x[None], None, *grad_norms, *grad_mlp, *grad_projections, *grad_last
 
 
 def _heads(rows: Sequence[Tensor], call: LayerCall) -> list[Tensor]:

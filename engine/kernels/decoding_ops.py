@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.kernels import compiled
-from engine.kernels.training_ops import fastest_products
+from engine.kernels.training_ops import address, fastest_products
 
 
 class LinearWeights(NamedTuple):
@@ -180,54 +180,33 @@ class CpuStep:
         self._referenced = [*_tensors(w), cos, sin]  # C has their addresses
         self._layers = (_Layer * len(w.layers))(*map(_layer, w.layers))
         self._model = _Model(
-            len(w.layers),
-            w.embedding.shape[1],
-            w.layers[0].gate.weight.shape[0],
-            w.head.weight.shape[0],
-            w.heads,
-            w.kv_heads,
-            w.head_dim,
-            w.norm.eps,
-            w.scaling,
-            w.embedding.data_ptr(),
-            w.norm.weight.data_ptr(),
-            w.head.weight.data_ptr(),
-            _address(w.head.bias),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            self._layers,
-        )
+            len(w.layers), w.embedding.shape[1], w.layers[0].gate.weight.shape[0],
+            w.head.weight.shape[0], w.heads, w.kv_heads, w.head_dim, w.norm.eps, w.scaling,
+            w.embedding.data_ptr(), w.norm.weight.data_ptr(), w.head.weight.data_ptr(),
+            address(w.head.bias), cos.data_ptr(), sin.data_ptr(), self._layers,
+        )  # fmt: skip
         matrices = [w.head.weight, *(getattr(x, n).weight for x in w.layers for n in _LINEARS)]
         self._parameters = sum(matrix.numel() for matrix in matrices)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._logits = w.embedding.new_empty(0, w.head.weight.shape[0], dtype=torch.float32)
 
     def run(self, tokens: Tensor, positions: Tensor, columns: Tensor, cache: LiveCache) -> Tensor:
-        """Feed one token to each of the first L slots; return logits `[L, V]`.
+        """Feed one token to each of the first L slots; return logits `[L, V]` until the next call.
 
-        They are float32 numbers that bfloat16 holds, and must be read before the next call.
-
-        `tokens`, their `positions` in the sequence, 0 for a finished one's slot, and `columns` in
-        the completions' cache are int64 `[L]`.
+        They are float32 numbers that bfloat16 holds. `tokens`, their `positions` in the sequence, 0
+        for a finished one's slot, and `columns` in the completions' cache are int64 `[L]`.
         """
         rows = len(tokens)
         threads = min(torch.get_num_threads(), 1 + rows * self._parameters // _WORK_OF_A_THREAD)
         self._reserve(rows, threads)
         tokens, positions, columns = (t.contiguous() for t in (tokens, positions, columns))
         step = _Step(
-            rows,
-            threads,
-            2 * self._parameters <= _SHARED_BYTES,
-            tokens.data_ptr(),
-            positions.data_ptr(),
-            columns.data_ptr(),
-            _address(cache.group),
-            _address(cache.prompt_lengths),
+            rows, threads, 2 * self._parameters <= _SHARED_BYTES,
+            tokens.data_ptr(), positions.data_ptr(), columns.data_ptr(),
+            address(cache.group), address(cache.prompt_lengths),
             _Cache() if cache.prompts is None else _strided(cache.prompts),
-            _strided(cache.completions),
-            self._logits.data_ptr(),
-            self._scratch.data_ptr(),
-        )
+            _strided(cache.completions), self._logits.data_ptr(), self._scratch.data_ptr(),
+        )  # fmt: skip
         self._library.decode_step(ctypes.byref(self._model), ctypes.byref(step), self._columns)
         return self._logits[:rows]
 
@@ -271,12 +250,8 @@ def _norms(w: DecoderWeights) -> list[RMSNorm]:
 def _layer(layer: LayerWeights) -> _Layer:
     linears = [getattr(layer, name) for name in _LINEARS]
     norms = [getattr(layer, name) for name in _NORMS]
-    addresses = [_address(tensor) for linear in linears for tensor in linear]
+    addresses = [address(tensor) for linear in linears for tensor in linear]
     return _Layer(*addresses, *(None if n is None else n.weight.data_ptr() for n in norms))
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _strided(kv: Tensor) -> _Cache:

@@ -48,9 +48,8 @@ def library() -> ctypes.CDLL | None:
 def fastest_products() -> str:
     """Return which of `choices.INSTRUCTIONS` multiply bfloat16 fastest here.
 
-    FMA multiplies numbers that are widened to float32 in the cache. It is faster than AVX512-BF16
-    on Intel's processors, which multiply and add 32 float32 numbers in a cycle, and 32 pairs of
-    bfloat16 in four. AMX's tiles are faster than both.
+    FMA multiplies numbers that are widened to float32 in the cache: on Intel's processors faster
+    than AVX512-BF16, which multiplies 32 pairs in four cycles. AMX's tiles are faster than both.
     """
     forced = choices.forced_implementation()
     if forced in choices.INSTRUCTIONS:
@@ -131,7 +130,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, plus: Tensor | None = None) -> t
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     scale = torch.empty(rows, dtype=torch.float32)
     _library().norm_forward(
-        x.data_ptr(), _address(plus), weight.data_ptr(), rows, width, eps,
+        x.data_ptr(), address(plus), weight.data_ptr(), rows, width, eps,
         torch.get_num_threads(), total.data_ptr(), out.data_ptr(), scale.data_ptr(),
     )  # fmt: skip
     return total, out, scale
@@ -144,7 +143,7 @@ def norm_gradients(
     grad_x, width, threads = torch.empty_like(x), x.shape[-1], torch.get_num_threads()
     shares = torch.empty(threads, width, dtype=torch.float32)
     _library().norm_backward(
-        x.data_ptr(), weight.data_ptr(), scale.data_ptr(), grad_output.data_ptr(), _address(plus),
+        x.data_ptr(), weight.data_ptr(), scale.data_ptr(), grad_output.data_ptr(), address(plus),
         len(scale), width, threads, grad_x.data_ptr(), shares.data_ptr(),
     )  # fmt: skip
     return grad_x, shares.sum(0)
@@ -173,15 +172,12 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 def silu_product_gradients(
     gate: Tensor, up: Tensor, grad_output: Tensor, *, product: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the gradients of gate and up, and silu(gate) · up if `product`.
-
-    That of up is written over `grad_output`.
-    """
+    """Return the gradients of gate, of up (over `grad_output`); with `product` silu(gate) · up."""
     grad_gate = torch.empty_like(gate)
     products = torch.empty_like(gate) if product else None
     _library().silu_product_backward(
         gate.data_ptr(), up.data_ptr(), grad_output.data_ptr(), gate.numel(),
-        torch.get_num_threads(), grad_gate.data_ptr(), grad_output.data_ptr(), _address(products),
+        torch.get_num_threads(), grad_gate.data_ptr(), grad_output.data_ptr(), address(products),
     )  # fmt: skip
     return grad_gate, grad_output, products
 
@@ -208,8 +204,8 @@ def head_statistics(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return statistics of softmax(logits [N, V] / temperature), float32 [N] each.
 
-    They are the log-probs of `targets` [N], the log of the sum of exponentials, the entropy if
-    `entropy`, and Σ p² if `squares`.
+    Log-probs of `targets` [N], logs of sums of exponentials, entropies if `entropy`, Σ p² if
+    `squares`.
     """
     rows, size = logits.shape
     log_probs, sums = (torch.empty(rows, dtype=torch.float32) for _ in range(2))
@@ -219,7 +215,7 @@ def head_statistics(
     _library().head_statistics(
         logits.data_ptr(), targets.data_ptr(), rows, size, 1 / temperature,
         torch.get_num_threads(), log_probs.data_ptr(), sums.data_ptr(),
-        _address(entropies), _address(sums_of_squares),
+        address(entropies), address(sums_of_squares),
     )  # fmt: skip
     return log_probs, sums, entropies, sums_of_squares
 
@@ -232,15 +228,14 @@ def head_gradients(
     temperature: float,
     entropy: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Return the gradients of logits [N, V].
+    """Return the gradients of logits [N, V] by those of log-probs.
 
-    `grad_log_probs` are the gradients of log-probs; `entropy` has entropies and their gradients:
-    contiguous float32 [N] each.
+    `entropy` has entropies and their gradients; all contiguous float32 [N].
     """
     (entropies, grad_entropy), out = entropy or (None, None), torch.empty_like(logits)
     _library().head_gradients(
         logits.data_ptr(), targets.data_ptr(), sums.data_ptr(), grad_log_probs.data_ptr(),
-        _address(entropies), _address(grad_entropy), *logits.shape, 1 / temperature,
+        address(entropies), address(grad_entropy), *logits.shape, 1 / temperature,
         torch.get_num_threads(), out.data_ptr(),
     )  # fmt: skip
     return out
@@ -249,13 +244,8 @@ def head_gradients(
 class AdamSettings(ctypes.Structure):
     """The settings of a step of AdamW: `factor` is of the gradients, corrections 1 − beta^step."""
 
-    _fields_ = [
-        (name, c_double)
-        for name in (
-            *("factor", "rate", "beta1", "beta2", "eps", "decay"),
-            *("correction1", "correction2"),
-        )
-    ]
+    _names = ("factor", "rate", "beta1", "beta2", "eps", "decay", "correction1", "correction2")
+    _fields_ = [(name, c_double) for name in _names]
 
 
 class _Trained(ctypes.Structure):
@@ -284,7 +274,7 @@ def _library() -> ctypes.CDLL:
     return functions
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -343,7 +333,7 @@ def choose_linears(
     if not takes_products(x, weights, biases):
         return None
     sizes = (x.shape[-1], *(len(weight) for weight in weights))
-    return choose("linears", x.numel() // x.shape[-1], sizes, _run_linears(weights))
+    return choose("linears", x.numel() // x.shape[-1], sizes, partial(_run_linears, weights))
 
 
 def compiles_linears(
@@ -354,25 +344,21 @@ def compiles_linears(
     return choice is not None and choice.is_compiled
 
 
-def _run_linears(weights: Sequence[Tensor]) -> Callable[[bool, int], object]:
-    """Return what is timed: the layers, and all their gradients."""
-
-    def run(by_loops: bool, rows: int) -> object:
-        x = weights[0].new_full((rows, weights[0].shape[1]), 0.5)
-        if by_loops:
-            outs = linears(x, weights, [None] * len(weights))
-            needed = [True] * len(weights)
-            return linear_gradients(
-                x, weights, outs, to_x=True, to_weights=needed, to_biases=[False] * len(weights)
-            )
-        grad_x: Tensor | None = None
-        for weight in weights:
-            out = linear(x, weight)
-            grad_x = input_gradient(out, weight, grad_x)
-            weight_gradient(out, x)
-        return grad_x
-
-    return run
+def _run_linears(weights: Sequence[Tensor], by_loops: bool, rows: int) -> object:
+    """Compute the layers and all their gradients, to be timed."""
+    x = weights[0].new_full((rows, weights[0].shape[1]), 0.5)
+    if by_loops:
+        outs = linears(x, weights, [None] * len(weights))
+        needed = [True] * len(weights)
+        return linear_gradients(
+            x, weights, outs, to_x=True, to_weights=needed, to_biases=[False] * len(weights)
+        )
+    grad_x: Tensor | None = None
+    for weight in weights:
+        out = linear(x, weight)
+        grad_x = input_gradient(out, weight, grad_x)
+        weight_gradient(out, x)
+    return grad_x
 
 
 def choose_mlp(
@@ -382,31 +368,27 @@ def choose_mlp(
     if not takes_products(x, [gate, up, down], [residual]):
         return None
     rows, sizes = x.numel() // x.shape[-1], (x.shape[-1], len(gate))
-    return choose("mlp", rows, sizes, _run_mlp(gate, up, down))
+    return choose("mlp", rows, sizes, partial(_run_mlp, gate, up, down))
 
 
-def _run_mlp(gate: Tensor, up: Tensor, down: Tensor) -> Callable[[bool, int], object]:
-    """Return what is timed: the MLP, and all its gradients."""
-
-    def run(by_loops: bool, rows: int) -> object:
-        x = gate.new_full((rows, gate.shape[1]), 0.5)
-        if by_loops:
-            out, *kept = mlp(x, gate, up, down, keep=True)
-            matrices, activations = [gate, up, down], [each for each in kept if each is not None]
-            return mlp_gradients(matrices, x, activations, out, to_x=True, to_weights=True)
-        gated, raised = linear(x, gate), linear(x, up)
-        out = linear(silu_product(gated, raised), down)
-        grad_product = input_gradient(out, down)
-        grad_gated, grad_raised, product = silu_product_gradients(
-            gated, raised, grad_product, product=True
-        )
-        assert product is not None
-        weight_gradient(out, product)
-        weight_gradient(grad_gated, x)
-        weight_gradient(grad_raised, x)
-        return input_gradient(grad_raised, up, input_gradient(grad_gated, gate))
-
-    return run
+def _run_mlp(gate: Tensor, up: Tensor, down: Tensor, by_loops: bool, rows: int) -> object:
+    """Compute the MLP and all its gradients, to be timed."""
+    x = gate.new_full((rows, gate.shape[1]), 0.5)
+    if by_loops:
+        out, *kept = mlp(x, gate, up, down, keep=True)
+        matrices, activations = [gate, up, down], [each for each in kept if each is not None]
+        return mlp_gradients(matrices, x, activations, out, to_x=True, to_weights=True)
+    gated, raised = linear(x, gate), linear(x, up)
+    out = linear(silu_product(gated, raised), down)
+    grad_product = input_gradient(out, down)
+    grad_gated, grad_raised, product = silu_product_gradients(
+        gated, raised, grad_product, product=True
+    )
+    assert product is not None
+    weight_gradient(out, product)
+    weight_gradient(grad_gated, x)
+    weight_gradient(grad_raised, x)
+    return input_gradient(grad_raised, up, input_gradient(grad_gated, gate))
 
 
 def mlp(
@@ -438,10 +420,7 @@ def mlp_gradients(
     to_x: bool,
     to_weights: bool,
 ) -> list[Tensor | None]:
-    """Return the gradients of x and, in float32, of the three `matrices`.
-
-    `activations` are gate(x) and up(x).
-    """
+    """Return gradients of x and, in float32, three matrices; `activations` are gate(x), up(x)."""
     grad_x = torch.empty_like(x) if to_x else None
     gradients = [torch.empty_like(m, dtype=torch.float32) if to_weights else None for m in matrices]
     tensors = [x, *matrices, *activations, grad_x, grad_output, *gradients, None]
@@ -484,14 +463,8 @@ def linear_gradients(
     ):
         grad_weight = torch.empty_like(weight, dtype=torch.float32) if weight_needed else None
         grad_bias = weight.new_empty(len(weight), dtype=torch.float32) if bias_needed else None
-        parts.append(
-            {
-                "weight": weight,
-                "grad_output": grad_out,
-                "grad_weight": grad_weight,
-                "grad_bias": grad_bias,
-            }
-        )
+        given = {"weight": weight, "grad_output": grad_out}
+        parts.append({**given, "grad_weight": grad_weight, "grad_bias": grad_bias})
     call, _parts = _linears_call(x, grad_x, parts, rotary)
     _call("linears_backward", call)
     return grad_x, [part[name] for part in parts for name in ("grad_weight", "grad_bias")]
@@ -501,7 +474,7 @@ def _mlp_call(tensors: Sequence[Tensor | None]) -> _Mlp:
     x, gate, *_ = tensors
     assert x is not None
     assert gate is not None
-    return _Mlp(*map(_address, tensors), *x.shape, len(gate), torch.get_num_threads())
+    return _Mlp(*map(address, tensors), *x.shape, len(gate), torch.get_num_threads())
 
 
 def _linears_call(
@@ -514,20 +487,18 @@ def _linears_call(
     affines = (_Affine * len(parts))()
     for index, (part, affine) in enumerate(zip(parts, affines, strict=True)):
         for name, tensor in part.items():
-            setattr(affine, name, _address(tensor))
+            setattr(affine, name, address(tensor))
         affine.width = len(part["weight"])  # type: ignore[arg-type]
         affine.rotated = rotary is not None and index < rotary.outputs
     cos, sin, d = (None, None, 1) if rotary is None else (*rotary[:2], rotary.cos.shape[-1])
     return _Linears(
-        _address(x), _address(grad_x), ctypes.addressof(affines), _address(cos), _address(sin),
+        address(x), address(grad_x), ctypes.addressof(affines), address(cos), address(sin),
         len(affines), *x.shape, torch.get_num_threads(), 1 if cos is None else cos.numel() // d, d,
     ), affines  # fmt: skip
 
 
 def _call(name: str, argument: ctypes.Structure) -> None:
-    functions = library()
-    assert functions is not None  # `takes` was asked
-    if not getattr(functions, name)(ctypes.byref(argument)):
+    if not getattr(_library(), name)(ctypes.byref(argument)):
         raise MemoryError("no memory for a layer: give micro-batches fewer tokens")
 
 
@@ -536,9 +507,9 @@ _LARGEST_STEP = 8  # log2 of what is between two sizes
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x [..., in] · weightᵀ [in, out] + bias [out]."""
-    if not _by_onednn(x, weight):
-        return F.linear(x, weight, bias)
-    return onednn_linear(x, weight, bias)
+    if _by_onednn(x, weight):
+        return onednn_linear(x, weight, bias)
+    return F.linear(x, weight, bias)
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -553,10 +524,8 @@ def input_gradient(grad_output: Tensor, weight: Tensor, plus: Tensor | None = No
         return grad_output @ weight if plus is None else plus.addmm_(grad_output, weight)
     if plus is None:
         return linear(grad_output, weight.t())
-    out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-        grad_output, plus, weight.t(), None, "add"
-    )
-    return out
+    binary: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.binary
+    return binary(grad_output, plus, weight.t(), None, "add")
 
 
 def weight_gradient(grad_output: Tensor, x: Tensor) -> Tensor:
@@ -613,10 +582,7 @@ class RowsRead:
         return out
 
     def scatter(self, grad_output: Tensor, tokens: int) -> Tensor:
-        """Return the gradients [T, H] of all tokens, from those [N, H] of the tokens read.
-
-        No two rows are added up, where index_select's backward pass is made for that.
-        """
+        """Return the gradients [T, H] of all tokens, from those [N, H] of the tokens read."""
         index, grad_output = self.index[: self.count], grad_output[: self.count]
         if takes(grad_output):
             return scatter_rows(grad_output, index, tokens)

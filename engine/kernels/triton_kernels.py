@@ -37,8 +37,7 @@ def statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return statistics of softmax(logits / temperature) [n, V], float32 [n] each.
 
-    They are the log-probs of `targets` [n] int64, the logs of the sums of exponentials, the
-    entropies in nats, and Σ p².
+    Log-probs of `targets` [n] int64, logs of the sums of exponentials, entropies in nats, and Σ p².
     """
     logits = logits.contiguous()
     rows, size = logits.shape
@@ -101,11 +100,9 @@ def rotate_and_store(
 ) -> Tensor:
     """Rotate q [L, heads, d] and k [L, kv_heads, d], store k and v in the cache, and return q.
 
-    q is rotated in place where it is contiguous. k and v of row i go to column `columns[i]` of
-    slot i of a `cache` of keys and values [slots, kv_heads, T, d].
-
-    `rotary` [columns, d] are cosines, and sines whose first half has its sign turned; `positions`
-    and `columns` are int64 [L].
+    q is rotated in place where it is contiguous. k and v of row i go to column `columns[i]` of slot
+    i of a `cache` of keys and values [slots, kv_heads, T, d]. `rotary` [columns, d] are cosines,
+    and sines whose first half has its sign turned; `positions` and `columns` are int64 [L].
     """
     rows, heads, size = q.shape
     (cos, sin), (keys, values), q = rotary, cache, q.contiguous()

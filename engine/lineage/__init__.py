@@ -2,6 +2,5 @@
 
 Read `graph` first: it finds the manifests of stores and walks them. `lookup` is the entry point:
 its `review` goes from what a person names to the graph around it. `audit` checks a graph, `compare`
-compares two of its nodes, `page` shows them as HTML. `__main__` is the command, and shows them in a
-terminal.
+compares two of its nodes, `page` shows them as HTML, `__main__` in a terminal.
 """

@@ -1,7 +1,4 @@
-"""`python -m engine.lineage show|diff|verify|keygen`: where artifacts come from, and who says so.
-
-Exit status: 0, fine; 1, something is missing, unreadable or not as recorded; 2, wrong usage.
-"""
+"""`python -m engine.lineage show|diff|verify|keygen`: where artifacts come from, who says so."""
 
 from __future__ import annotations
 
@@ -165,7 +162,6 @@ STATUS = "exit status: 0 fine; 1 something is missing, unreadable or not as reco
 
 @command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     known = [*(name for name, *_ in COMMANDS), KEYGEN]
     if words and words[0] not in known and not words[0].startswith("-"):
@@ -232,12 +228,9 @@ def _parser() -> argparse.ArgumentParser:
         if name != "verify":
             extra = ("--verify", "re-hash all that is shown")
         signed = f"check, and find what none of the keys in ${KEYS_VARIABLE} signed"
-        flags = (
-            extra,
-            ("--require-signatures", signed),
-            ("--no-registry", "don't ask MLflow for model versions"),
-        )
-        for flag, text in (*flags, ("--json", "print JSON")):
+        registry = ("--no-registry", "don't ask MLflow for model versions")
+        flags = (extra, ("--require-signatures", signed), registry, ("--json", "print JSON"))
+        for flag, text in flags:
             command.add_argument(flag, action="store_true", help=text)
         command.add_argument(
             "--store", metavar="ROOT", action="append", default=[],

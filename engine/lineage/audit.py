@@ -38,8 +38,6 @@ class AuditFinding:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The findings of an audit."""
-
     checked: int  # nodes that were re-hashed, or were to be and are missing
     findings: tuple[AuditFinding, ...]
 
@@ -151,9 +149,7 @@ def _check_manifest(
         if not records:
             raise
     if manifest_digest in recorded:
-        text = (
-            f"{node.name} was made again after what came of it: same content, a manifest of its own"
-        )
+        text = f"{node.name} was made again after what came of it: same content, another manifest"
         return [AuditFinding(node.key, text, is_fault=False)] if records else []
     where = f"{node.uri}/{MANIFEST} is of SHA-256 {manifest_digest[:12]} where"
     faults = []

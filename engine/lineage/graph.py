@@ -25,8 +25,6 @@ from engine.storage.digests import MANIFEST, READERS
 
 @dataclass(frozen=True, slots=True)
 class StoredArtifact:
-    """One artifact where it lies."""
-
     uri: str  # folder or address, e.g. "/runs/artifacts/rl/0123456789abcdef"
     manifest: Manifest
 
@@ -41,7 +39,6 @@ class Index:
 
     @cached_property
     def by_digest(self) -> dict[str, list[StoredArtifact]]:
-        """The artifacts by their content's digest."""
         groups = defaultdict(list)
         for artifact in self.artifacts:
             groups[artifact.manifest.digest].append(artifact)
@@ -179,11 +176,9 @@ class Graph:
         return [self.nodes[parent] for parent in reachable(key, above.__getitem__)[1:]]
 
     def add(self, node: ArtifactNode) -> None:
-        """Add a node, unless it is there already."""
         self.nodes.setdefault(node.key, node)
 
     def link(self, edge: Edge) -> None:
-        """Add an edge; the same one twice counts once."""
         self.edges.setdefault((edge.parent, edge.child, edge.name), edge)
 
 
@@ -275,11 +270,7 @@ class GraphBuilder:
         return children
 
     def find(self, parent: Parent, child: str) -> ArtifactNode:
-        """Find one parent of the artifact at `child`; a node that is missing if it is nowhere.
-
-        What lies at its place in its child's store, or its content at its recorded address, is the
-        parent, whatever its manifest says now: a good copy elsewhere must not hide an edit of it.
-        """
+        """Find one parent of the artifact at `child`; a node that is missing if it is nowhere."""
         if parent.kind == SOURCE:
             return source_node(parent)
         in_store = location_in_store(parent, child)
@@ -297,6 +288,7 @@ class GraphBuilder:
             manifest = self._manifest(uri)
             if manifest is None or manifest.digest != parent.digest:
                 continue
+            # Whatever its manifest says now: a good copy elsewhere must not hide an edit of it.
             if uri in (in_store, parent.uri) or parent.manifest in ("", manifest.own_digest):
                 return artifact_node(StoredArtifact(uri, manifest))
             fallback = fallback or StoredArtifact(uri, manifest)

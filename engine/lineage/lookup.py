@@ -71,17 +71,14 @@ PREFIX = "models:/"
 PAGE = 1000
 
 
-def open_registry() -> Tracker:
-    """Return the tracking store of this machine's settings; TrackingError where none was set up."""
+def open_registry(uri: str = "") -> Tracker:
+    """Return the store at `uri`, or of this machine's settings; TrackingError if it isn't there."""
     from engine.tracking import Tracker
     from engine.tracking.connection import URI_VARIABLE, default_uri
 
-    tracker = Tracker(default_uri())
+    tracker = Tracker(uri or default_uri())
     if tracker.database is not None and not tracker.database.is_file():
-        raise TrackingError(
-            f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE} to the one that holds "
-            "the model"
-        )
+        raise TrackingError(f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE}")
     return tracker
 
 
@@ -159,9 +156,9 @@ def review(
 ) -> Review:
     """Return the graph around each of `references`; without any, of all that the stores hold.
 
-    stores: folders or s3:// prefixes to search; without any, the store that an artifact lies in and
-    this machine's. registry: ask MLflow for model versions. Raises LineageError, TrackingError or
-    CheckpointError for what can't be found or read, StorageError when a store doesn't answer.
+    stores: folders or s3:// prefixes to search; default: the artifact's own and this machine's.
+    registry: ask MLflow for model versions. Raises LineageError, TrackingError or CheckpointError
+    for what can't be found or read, StorageError when a store doesn't answer.
     """
     starts = [_locate(reference, registry) for reference in references]
     roots: dict[str, None] = dict.fromkeys(stores)
@@ -200,10 +197,7 @@ def _locate(reference: str, registry: bool) -> tuple[ArtifactNode | None, tuple[
         version = open_registry().model_version(reference)
         node, parent = version_node(version), model_versions.version_parent(version, "artifact")
         if parent is None:
-            raise LineageError(
-                f"{node.label} has no tag {ARTIFACT_TAG}; register models through engine.tracking, "
-                "or give the artifact's folder"
-            )
+            raise LineageError(f"{node.label} has no tag {ARTIFACT_TAG}; give an artifact's folder")
         return node, (parent,)
     address = reference.rstrip("/").removesuffix(f"/{MANIFEST}")
     if not is_remote(address):

@@ -4,9 +4,8 @@
 method: layers by longest path, invisible boxes where an edge passes a layer, order by the mean
 position of neighbours, then heights. The edge that closes a cycle runs backwards.
 
-The page makes no request: a content security policy permits its own style and script, by their
-digests, and nothing more. Without JavaScript all details are shown one below the other. Markup,
-style and script are in `templates/`.
+A content security policy permits the page's own style and script, by their digests, and nothing
+more. Markup, style and script are in `templates/`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The trainer's forward pass over completions, and its outputs for each response token.
 
-Rows are aligned to the left, and only response positions meet the vocabulary head. A model that
-`packing.apply_packing` was called on runs its body on the rows without padding, and once on a
-prompt that several of them share; results have the same shapes. The pass has parts, for models that
-several ranks share: `response_states` (the body, where the head reads it; `hidden_states` is all of
-it), the head, and `read_tokens` (log-probs and entropy, by a `TokenStatistics`).
+Rows are aligned to the left, or packed where `packing.apply_packing` was called, and only response
+positions meet the vocabulary head. The pass has parts, for models that several ranks share:
+`response_states` (the body, where the head reads it; `hidden_states` is all of it), the head, and
+`read_tokens` (log-probs and entropy, by a `TokenStatistics`).
 
 An `OutputReader` runs a full model (`from_model`), or computes the outputs from the hidden states
 of a body that ran elsewhere (`from_hidden`): on another pipeline stage, or on a part of each
@@ -65,24 +64,15 @@ def token_outputs(
     batch: Batch,
     temperature: float,
     *,
-    reference: Model | None = None,
     statistics: TokenStatistics = token_statistics,
     **options: Unpack[StatisticsOptions],
 ) -> TokenOutputs:
-    """Run `model` over a batch, its distributions being softmax(logits / temperature).
-
-    The KL is that to `reference`, if one is given. Results are on the model's device.
-    """
+    """Run `model` over a batch, on its device; distributions are softmax(logits / temperature)."""
     seqs = left_align(batch)
-    if reference is None and (head := _head(model)) is not None:
+    if (head := _head(model)) is not None:
         states = response_states(model, seqs)  # type: ignore[arg-type]
         return read_states(head, states, seqs, batch, temperature, statistics, **options)
-    logits = model_logits(model, seqs)
-    reference_logits = None
-    if reference is not None:
-        with torch.no_grad():
-            reference_logits = model_logits(reference, seqs)
-    return read_tokens(logits, seqs, batch, temperature, statistics, reference_logits, **options)
+    return read_tokens(model_logits(model, seqs), seqs, batch, temperature, statistics, **options)
 
 
 def response_values(critic: CriticModel, batch: Batch) -> Tensor:
@@ -102,7 +92,7 @@ def response_states(model: nn.Module, seqs: Sequences) -> Tensor:
 def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None = None) -> Tensor:
     """Compute the outputs of a body's last norm `[B, L, H]` for padded rows; at padding, anything.
 
-    `position_ids [B, L]` are those of columns that are a share of longer rows.
+    `position_ids [B, L]`: of columns that are a share of longer rows.
     """
     body: Any = model.base_model
     ids = seqs.input_ids.to(_device(model))
@@ -380,8 +370,8 @@ class TopKReader(_LogitsReader):
 class DivergenceReader(_LogitsReader):
     """A student's `log_probs`, `entropy` and `divergence`, `[b, R]` each.
 
-    The divergence is the mean by `teacher_weights [b, T]` of those from `teachers`, whose logits
-    are computed here, or without any from the batch's `teacher_ids` and `teacher_log_probs`.
+    The divergence is the mean by `teacher_weights [b, T]` of those from `teachers`' logits, or
+    without any from the batch's `teacher_ids` and `teacher_log_probs`.
     """
 
     temperature: float

@@ -2,9 +2,8 @@
 
 `apply_fused` gives norms, rotary positions, attention, MLP and the layers of one model instance the
 forwards below on the CPU, and those of `engine.kernels.liger` on CUDA, where Liger-Kernel is
-installed. They compute the same; the backward pass is written out, so that a sum of gradients is
-part of a matrix product, and what a pass can compute again is not stored. What attends (SDPA,
-packed rows, Ulysses) stays the module's choice. Their pieces are in `engine.kernels.decoder_layer`.
+installed. They compute the same, with a backward pass that stores less: see
+`engine.kernels.decoder_layer`. What attends (SDPA, packed rows, Ulysses) stays the module's choice.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,23 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.kernels import liger, training_ops
-from engine.kernels.decoder_layer import (
-    LayerCall,
-    LayerWeights,
-    add_norm,
-    compiled_layer,
-    gated_mlp,
-    linears,
-    rms_norm,
-    rotate,
-    rotated_linears,
-    silu_product,
-    takes_layer,
-)
+from engine.kernels import decoder_layer, liger, training_ops
 from engine.kernels.training_ops import Rotary, RowsRead
 from engine.models.packed_attention import Segments
-from engine.models.packing import attends_packed
+from engine.models.packing import attends_packed, body_of
 
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
 _MIN_TOKENS_A_POSITION = 4  # from which on each position's rotary numbers are computed once
@@ -66,24 +53,21 @@ def layer_forward(
     read: RowsRead | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute outputs [B, T, H] of the layer; with `read`, those [1, N, H] of packed rows.
-
-    Only the last layer takes `read` into account.
-    """
+    """Compute outputs [B, T, H]; in the last layer with `read` those [1, N, H] of packed rows."""
     attention, norms = module.self_attn, (module.input_layernorm, module.post_attention_layernorm)
     if attention.layer_idx < attention.config.num_hidden_layers - 1:
         read = None
     if not args and (out := _as_one(module, hidden_states, read, **kwargs)) is not None:
         return out
-    if args or any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms):
+    if args or any(map(_has_hooks, norms)):
         out = plain(hidden_states, *args, **kwargs)
         return out if read is None else read.of(out)
-    residual, normed = add_norm(hidden_states, None, norms[0])
+    residual, normed = decoder_layer.add_norm(hidden_states, None, norms[0])
     attended, _ = attention(hidden_states=normed, read=read, **kwargs)
     residual = residual if read is None else read.of(residual)
-    residual, normed = add_norm(residual, attended, norms[1])
+    residual, normed = decoder_layer.add_norm(residual, attended, norms[1])
     mlp = module.mlp
-    if mlp._forward_hooks or mlp._forward_pre_hooks or mlp._backward_hooks:
+    if _has_hooks(mlp):
         return residual + mlp(normed)
     return mlp(normed, residual=residual)
 
@@ -103,22 +87,20 @@ def _as_one(
     projections = [attention.q_proj, attention.k_proj, attention.v_proj]
     linear = [*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     norms = module.input_layernorm, module.post_attention_layernorm
+    parts = attention, mlp, *norms
     if (
         segments is None
         or past_key_values is not None
         or hasattr(attention, "q_norm")
         or (attention.training and attention.attention_dropout)
-        or any(
-            part._forward_hooks or part._forward_pre_hooks or part._backward_hooks
-            for part in (attention, mlp, *norms)
-        )
-        or not all(map(is_fused, (attention, mlp, *norms)))
+        or any(map(_has_hooks, parts))
+        or not all(map(is_fused, parts))
         or not (attends_packed(attention) and all(map(_is_plain, linear)))
         or any(matrix.bias is not None for matrix in linear[4:])
     ):
         return None
     cos, sin = (each.unsqueeze(2) for each in position_embeddings)
-    weights = LayerWeights(
+    weights = decoder_layer.LayerWeights(
         (norms[0].weight, norms[1].weight),
         tuple(each.weight for each in projections),
         tuple(each.bias for each in projections),
@@ -126,7 +108,7 @@ def _as_one(
         attention.o_proj.bias,
         tuple(each.weight for each in linear[4:]),
     )
-    call = LayerCall(
+    call = decoder_layer.LayerCall(
         Rotary(cos, sin, 2),
         segments.runs,
         attention.scaling,
@@ -134,7 +116,15 @@ def _as_one(
         read,
         torch.is_grad_enabled(),
     )
-    return compiled_layer(x, weights, call) if takes_layer(x, weights, call) else None
+    return (
+        decoder_layer.compiled_layer(x, weights, call)
+        if decoder_layer.takes_layer(x, weights, call)
+        else None
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def rotary_forward(
@@ -150,10 +140,15 @@ def rotary_forward(
     return tuple(each[0].index_select(0, flat).view(shape) for each in (cos, sin))
 
 
-def norm_forward(module: Any, plain: Callable[..., Tensor], hidden_states: Tensor) -> Tensor:
+def norm_forward(
+    module: Any,
+    plain: Callable[..., Tensor],
+    hidden_states: Tensor,
+    norm: Callable[[Tensor, Tensor, float], Tensor] = decoder_layer.rms_norm,
+) -> Tensor:
     if hidden_states.dtype != module.weight.dtype:
         return plain(hidden_states)
-    return rms_norm(hidden_states, module.weight, module.variance_epsilon)
+    return norm(hidden_states, module.weight, module.variance_epsilon)
 
 
 def mlp_forward(
@@ -163,9 +158,9 @@ def mlp_forward(
     matrices = [module.gate_proj, module.up_proj, module.down_proj]
     if all(_is_plain(linear) and linear.bias is None for linear in matrices):
         gate, up, down = (linear.weight for linear in matrices)
-        return gated_mlp(x, gate, up, down, residual)
+        return decoder_layer.gated_mlp(x, gate, up, down, residual)
     gate, up = _project(x, matrices[:2])
-    out = module.down_proj(silu_product(gate, up))
+    out = module.down_proj(decoder_layer.silu_product(gate, up))
     return out if residual is None else residual + out
 
 
@@ -177,6 +172,8 @@ def attention_forward(
     attention_mask: Tensor | None = None,
     past_key_values: object = None,
     read: RowsRead | None = None,
+    *,
+    by_liger: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the module's attention for the rows of `read`; with a cache its own forward runs."""
@@ -191,8 +188,8 @@ def attention_forward(
         )
         return (out if read is None else read.of(out)), weights
     shape = hidden_states.shape[:-1]
-    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B, L, 1, d]
-    query, key, value = _queries_keys_values(module, hidden_states, cos, sin)
+    make = liger.queries_keys_values if by_liger else _queries_keys_values
+    query, key, value = make(module, hidden_states, cos, sin)
     attend: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation,
         sys.modules[type(module).__module__].eager_attention_forward,
@@ -211,28 +208,33 @@ def attention_forward(
         **kwargs,
     )
     out = out.reshape(*shape, -1)
+    if by_liger:
+        return module.o_proj(out.contiguous()), weights
     (out,) = _project(out if read is None else read.of(out), [module.o_proj])
     return out, weights
 
 
 def _queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
     """Return queries, keys and values [B, L, heads, d], rotated where they are to be."""
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)  # [B, L, 1, d]
     projections = [module.q_proj, module.k_proj, module.v_proj]
     norms = hasattr(module, "q_norm")
     if not norms and all(map(_is_plain, projections)):
-        return rotated_linears(x, [(each.weight, each.bias) for each in projections], cos, sin)
+        return decoder_layer.rotated_linears(
+            x, [(each.weight, each.bias) for each in projections], cos, sin
+        )
     query, key, value = (
         out.view(*x.shape[:-1], -1, module.head_dim) for out in _project(x, projections)
     )
     if norms:
         query, key = module.q_norm(query), module.k_norm(key)
-    return rotate(query, cos, sin), rotate(key, cos, sin), value
+    return decoder_layer.rotate(query, cos, sin), decoder_layer.rotate(key, cos, sin), value
 
 
 def _project(x: Tensor, modules: list[Any]) -> tuple[Tensor, ...]:
     """Apply linear layers that share `x`; adapted and quantised ones run by themselves."""
     if all(_is_plain(linear) for linear in modules):
-        return linears(x, [(linear.weight, linear.bias) for linear in modules])
+        return decoder_layer.linears(x, [(linear.weight, linear.bias) for linear in modules])
     return tuple(linear(x) for linear in modules)
 
 
@@ -258,11 +260,9 @@ _PROBE_TOKENS = 5
 def apply_fused(model: Any, device: torch.device | None = None) -> bool:
     """Give `model`, a language model, a critic or a stage of one, fused forwards in place.
 
-    Returns whether it has them. `device`: where it will compute; None: where it is.
-
-    Left as it is: a model of another family, on a device that has none, sharded (on the CPU), or
-    whose first layer computes something else than transformers' when it is tried here. Weights
-    that are not on the device yet are not tried.
+    Returns whether it has them. `device`: where it will compute; None: where it is. Left as it is:
+    a model of another family, on a device that has none, sharded (on the CPU), or whose first
+    layer, once loaded, computes something else than transformers' when it is tried here.
     """
     device = device or next(model.parameters()).device
     layers = _layers(model, device)
@@ -275,16 +275,13 @@ def apply_fused(model: Any, device: torch.device | None = None) -> bool:
             model.config.model_type,
         )
         return False
-    for module in _parts(layers, _body(model)):
+    for module in _parts(layers, body_of(model)):
         _fuse(module, device)
     return True
 
 
 def gains_by_fusion(dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether weights of `dtype` are trained in less time on `device`.
-
-    On the CPU those of float32 are, and those of bfloat16 where loops are compiled.
-    """
+    """Tell whether weights of `dtype` are trained in less time on `device`."""
     if device.type != "cpu":
         return liger.takes_device(device) and dtype != torch.float64
     return dtype == torch.float32 or (
@@ -296,7 +293,7 @@ def _layers(model: nn.Module, device: torch.device) -> list[Any]:
     """Return the decoder layers that can have fused forwards; none of a model that can't."""
     if getattr(getattr(model, "config", None), "model_type", None) not in _FAMILIES:
         return []
-    body = _body(model)
+    body = body_of(model)
     if device.type == "cpu":
         if not all(p.device.type == "cpu" and not is_sharded(p) for p in body.parameters()):
             return []
@@ -304,11 +301,6 @@ def _layers(model: nn.Module, device: torch.device) -> list[Any]:
         return []
     layers = list(body.layers)
     return layers if all(_is_gated(layer.mlp) for layer in layers) else []
-
-
-def _body(model: nn.Module) -> Any:
-    """Return the decoder of a model or a critic; a pipeline stage is one itself."""
-    return getattr(model, "base_model", model)
 
 
 def _parts(layers: list[Any], body: nn.Module) -> list[nn.Module]:
@@ -319,28 +311,22 @@ def _parts(layers: list[Any], body: nn.Module) -> list[nn.Module]:
 
 
 def _fuse(module: nn.Module, device: torch.device) -> None:
-    if device.type != "cpu":
-        _fuse_on_device(module)
-    elif type(module).__name__.endswith("RMSNorm"):
-        module.forward = FusedForward(module, norm_forward)
-    elif type(module).__name__.endswith("RotaryEmbedding"):
-        module.forward = FusedForward(module, rotary_forward)
+    """Replace a module's forward; on CUDA layers and rotary positions keep transformers'."""
+    forwards: tuple[Callable[..., object], Callable[..., object] | None]
+    name = type(module).__name__
+    if name.endswith("RMSNorm"):
+        forwards = norm_forward, partial(norm_forward, norm=liger.rms_norm)
+    elif name.endswith("RotaryEmbedding"):
+        forwards = rotary_forward, None
     elif hasattr(module, "self_attn"):
-        module.forward = FusedForward(module, layer_forward)
+        forwards = layer_forward, None
     elif hasattr(module, "gate_proj"):
-        module.forward = FusedForward(module, mlp_forward)
+        forwards = mlp_forward, liger.mlp_forward
     else:
-        module.forward = FusedForward(module, attention_forward)
-
-
-def _fuse_on_device(module: nn.Module) -> None:
-    """Fuse by Liger; layers and their rotary positions keep transformers' forwards."""
-    if type(module).__name__.endswith("RMSNorm"):
-        module.forward = FusedForward(module, liger.norm_forward)
-    elif hasattr(module, "gate_proj"):
-        module.forward = FusedForward(module, liger.mlp_forward)
-    elif hasattr(module, "q_proj"):
-        module.forward = FusedForward(module, liger.attention_forward)
+        forwards = attention_forward, partial(attention_forward, by_liger=True)
+    forward = forwards[device.type != "cpu"]
+    if forward is not None:
+        module.forward = FusedForward(module, forward)
 
 
 def _is_gated(mlp: nn.Module) -> bool:
@@ -350,11 +336,8 @@ def _is_gated(mlp: nn.Module) -> bool:
 
 
 def takes_rows_read(model: nn.Module) -> bool:
-    """Tell whether `model`'s last layer can leave out tokens whose outputs nobody reads.
-
-    Its forward then takes `read`, a `RowsRead`, and the last hidden states are those of its rows.
-    """
-    layers = _body(model).layers if hasattr(_body(model), "layers") else []
+    """Tell whether the last layer of `model` takes `read`, to leave out rows that nobody reads."""
+    layers = body_of(model).layers if hasattr(body_of(model), "layers") else []
     return bool(layers) and is_fused(layers[-1]) and not torch.is_autocast_enabled("cpu")
 
 
@@ -375,7 +358,7 @@ def _agrees(layer: Any, model: Any) -> bool:
                 for part in parts if fused else []:
                     _fuse(part, device)
                 x = hidden.clone().requires_grad_()
-                rotary = _body(model).rotary_emb(x, positions)
+                rotary = body_of(model).rotary_emb(x, positions)
                 out = layer(
                     x, attention_mask=None, position_ids=positions, position_embeddings=rotary
                 )

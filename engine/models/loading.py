@@ -34,13 +34,7 @@ from transformers import (
 from engine.config import ModelConfig
 from engine.errors import ConfigError, ModelError, StorageError
 from engine.models.lora import has_adapters, merged_copy, save_adapter
-from engine.storage.filesystem import (
-    hub_folder,
-    is_hub_id,
-    loading_error,
-    require_model_name,
-    split_revision,
-)
+from engine.storage import filesystem
 from engine.storage.weight_files import file_tensors, write_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -64,8 +58,8 @@ def resolve_dtype(
     """Return the dtype that `model.dtype` stands for; a dtype itself stays.
 
     `auto` is bfloat16 for a model of `MIN_HIDDEN_SIZE` or wider where `computes_in_bfloat16`,
-    unless `compute_dtype` is float32; else float32. `gpu`: where the model will be; None: on this
-    process's device. Raises ConfigError for an unknown dtype, and reduced weights with another
+    unless `compute_dtype` is float32; else float32. `gpu`: where the model will be; None: as this
+    process. Raises ConfigError for an unknown dtype, and reduced weights with another
     compute_dtype.
     """
     if dtype == "auto":
@@ -100,17 +94,22 @@ def model_lock() -> Iterator[None]:
 
 
 @model_lock()
+def new_model_config(config: ModelConfig, vocab_size: int, **tokens: int | None) -> Qwen2Config:
+    """Return the configuration of a small, tied Qwen2; `tokens` are its special tokens' ids."""
+    values: dict[str, Any] = {name: getattr(config, name) for name in _SIZES} | tokens
+    return Qwen2Config(vocab_size=vocab_size, tie_word_embeddings=True, **values)
+
+
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
     """Make a small, tied Qwen2 of the tokenizer's vocabulary, drawn in float32 from `seed`."""
-    shape = Qwen2Config(
-        vocab_size=len(tokenizer),
-        tie_word_embeddings=True,
+    shape = new_model_config(
+        config,
+        len(tokenizer),
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        **{name: getattr(config, name) for name in _SIZES},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -129,8 +128,8 @@ def load_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel:
     """Load any Hugging Face causal LM from a folder or hub id (`owner/name`, or with `@revision`).
 
     An adapter's folder (peft's format) gives its base with the adapter merged into it. Raises
-    ModelError when the folder lacks a configuration or weights, can't be read, or has weights for
-    only a part of the model; ConfigError for a `dtype` that is none of DTYPES.
+    ModelError for a folder that lacks a part or can't be read, ConfigError for a `dtype` not in
+    DTYPES.
     """
     check_dtype(dtype)
     require_model_folder(path)
@@ -144,7 +143,7 @@ def load_pretrained(
     kind: Any, path: str | Path, dtype: str, where: str, what: str
 ) -> PreTrainedModel:
     """Load a model by an automatic class of transformers; raise ModelError as `load_model` does."""
-    name, revision = split_revision(path)
+    name, revision = filesystem.split_revision(path)
     try:
         model, report = kind.from_pretrained(
             name,
@@ -156,7 +155,9 @@ def load_pretrained(
     except pickle.UnpicklingError as error:
         raise _unsafe_pickle(where) from error
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-        raise ModelError(f"{where} can't be loaded as a {what}: {loading_error(error)}") from error
+        raise ModelError(
+            f"{where} can't be loaded as a {what}: {filesystem.loading_error(error)}"
+        ) from error
     # transformers would fill them with random numbers and continue
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -182,7 +183,7 @@ def adapter_base_path(path: str | Path) -> str | None:
         raise ModelError(
             f"{config} names no base_model_name_or_path; write there which model the adapter is for"
         )
-    return f"{base}@{revision}" if revision and is_hub_id(str(base)) else str(base)
+    return f"{base}@{revision}" if revision and filesystem.is_hub_id(str(base)) else str(base)
 
 
 def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
@@ -199,7 +200,7 @@ def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"the adapter in {folder} can't be merged into {base.name_or_path}: "
-            f"{loading_error(error)}"
+            f"{filesystem.loading_error(error)}"
         ) from error
     if missing:
         raise ModelError(
@@ -211,13 +212,12 @@ def _load_merged(folder: Path, base: PreTrainedModel) -> PreTrainedModel:
 
 
 def require_model_folder(path: str | Path, setting: str = "model.path") -> None:
-    """Raise ModelError unless `path` is a model folder with configuration and weights.
+    """Raise ModelError unless `path` is a folder of a whole model, or of an adapter for one.
 
-    Or an adapter's folder, with weights and a base that is one. A hub id (`owner/name`) is let
-    through: whether the hub has it is found out by loading it.
+    A hub id (`owner/name`) is let through: whether the hub has it is found out by loading it.
     """
     folder = Path(path)
-    require_model_name(path, setting)
+    filesystem.require_model_name(path, setting)
     if not folder.exists():
         return
     if (base := adapter_base_path(folder)) is not None:
@@ -250,7 +250,8 @@ def _require_whole_index(folder: Path, setting: str) -> None:
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise ModelError(
             f"{setting}={str(folder)!r} has a {index.name} that can't be read "
-            f"({type(error).__name__}: {loading_error(error)}); copy the whole folder again"
+            f"({type(error).__name__}: {filesystem.loading_error(error)}); copy the whole folder "
+            "again"
         ) from error
     if missing:
         raise ModelError(f"{setting}={str(folder)!r} lacks the weight files {missing}; copy them")
@@ -260,7 +261,7 @@ def check_vocabulary(vocab_size: int, tokenizer: PreTrainedTokenizerBase, where:
     """Raise ModelError when the tokenizer can emit ids that the embedding does not have.
 
     A special token beyond it counts where the chat template or an attribute such as `eos_token` has
-    it: Gemma 3's tokenizer has one for images that its text models lack, and no text becomes it.
+    it: Gemma 3's tokenizer has one for images that its text models lack.
     """
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     named = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
@@ -306,8 +307,8 @@ def saved_dtype(path: str | Path) -> str:
 
 def load_model_config(path: str | Path) -> PretrainedConfig:
     """Load the configuration of a model's folder or hub id; raise ModelError as `text_config`."""
-    require_model_name(path)
-    name, revision = split_revision(path)
+    filesystem.require_model_name(path)
+    name, revision = filesystem.split_revision(path)
     try:
         return AutoConfig.from_pretrained(
             name, revision=revision or "main", trust_remote_code=False
@@ -315,7 +316,7 @@ def load_model_config(path: str | Path) -> PretrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model.path={str(path)!r} has no configuration that can be read: "
-            f"{loading_error(error)}"
+            f"{filesystem.loading_error(error)}"
         ) from error
 
 
@@ -379,7 +380,7 @@ def check_overrides(path: str, changes: Mapping[str, Any]) -> dict[str, object]:
 
 def link_model(path: str, changes: Mapping[str, object], folder: Path) -> None:
     """Fill `folder` with links to the files of the model in `path`, and the changed config.json."""
-    source = hub_folder(path) if is_hub_id(path) else Path(path)
+    source = filesystem.hub_folder(path) if filesystem.is_hub_id(path) else Path(path)
     folder.mkdir()
     for file in sorted(source.iterdir()):
         if file.name != "config.json" and file.is_file():
@@ -409,8 +410,8 @@ def _shapes(config: PretrainedConfig, changes: Mapping[str, object]) -> dict[str
             model: nn.Module = AutoModelForCausalLM.from_config(changed, trust_remote_code=False)
     except Exception as error:  # of the model's own code, with values that don't fit each other
         raise ConfigError(
-            f"model.override_config={dict(changes)} gives no model: {loading_error(error)}; "
-            "correct its values"
+            f"model.override_config={dict(changes)} gives no model: "
+            f"{filesystem.loading_error(error)}; correct its values"
         ) from error
     return {name: parameter.shape for name, parameter in model.named_parameters()}
 
@@ -422,8 +423,8 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str
     """Write safetensors, configuration and tokenizer of a transformers model to `folder`.
 
     A model with adapters is written as the plain model that they make of it, and they alone, in
-    peft's format, to `folder/adapter`; `model` itself stays as it is. Raises StorageError (disk
-    full, no permission). The caller publishes the folder by renaming it.
+    peft's format, to `folder/adapter`. Raises StorageError. The caller publishes the folder by
+    renaming it.
     """
     folder = Path(folder)
     policy: Any = model
@@ -447,8 +448,7 @@ def save_tensors(
 ) -> Path:
     """Save as `save_model` a model whose tensors come one by one: few are in memory at a time.
 
-    `adapters`, by parameter name, were merged into them. Of `model` only the class and the
-    configuration are read.
+    `adapters`, by parameter name, were merged into them; `model` gives class and configuration.
     """
     folder = Path(folder)
     with _writing(folder):
@@ -468,10 +468,7 @@ def save_tensors(
 
 
 def save_policy(model: nn.Module, folder: str | Path, options: dict[str, object]) -> None:
-    """Write what transformers' `save_pretrained(folder, **options)` writes of `model`.
-
-    Raises StorageError as `save_model`, also for what `save_pretrained` doesn't take.
-    """
+    """Write what `model.save_pretrained(folder, **options)` does; StorageError if that fails."""
     policy: Any = model
     try:
         with _writing(Path(folder)):

@@ -143,8 +143,7 @@ class BaseModelView:
 def merged_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Make a plain model of the same class that computes what `model` does with its adapters.
 
-    What no adapter changes shares `model`'s storage, which stays as it is: read it, save it or copy
-    it, and don't train it.
+    What no adapter changes is `model`'s storage: read it, save it or copy it, and don't train it.
     """
     with torch.device("meta"):
         plain: PreTrainedModel = type(model)(copy.deepcopy(model.config))

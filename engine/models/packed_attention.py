@@ -31,8 +31,7 @@ _TOGETHER = 64  # queries of several segments that are computed with a mask (≤
 class Segments:
     """S runs of a packed sequence's T tokens, in order, each of one row.
 
-    A token sees its segment up to itself and, before that, all of the segment's prefix: what its
-    row shares with others, a prompt or several pieces of a tree.
+    A token sees its segment up to itself and all of the segment's prefix, which its row shares.
     """
 
     runs: tuple[Run, ...]
@@ -106,11 +105,7 @@ def _by_block(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention of blocks of queries, whose probabilities the backward pass computes again.
-
-    Appendix B.2 of arXiv:2205.14135 has the equations. Scores, and sums of gradients over the rows
-    that share a prompt, are in float32 at least.
-    """
+    """Attention of blocks of queries, after arXiv:2205.14135, B.2; scores are float32 at least."""
 
     @staticmethod
     def forward(
@@ -187,7 +182,7 @@ def _blocks(runs: tuple[Run, ...], device: torch.device) -> list[_Block]:
                 stop = min(end, first + _BLOCK)
                 parts = sizes if len(sizes) > 1 else [stop - first]
                 unseen = torch.block_diag(*(torch.ones(n, n).tril_() for n in parts)) == 0
-                seen = _joined([*prefix, (start, stop)])
+                seen = _seen(prefix, start, stop)
                 blocks.append(_Block(seen, slice(first, stop), unseen.to(device)))
     return blocks
 
@@ -197,15 +192,11 @@ def _prefix(run: Run) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in ends if start < stop]
 
 
-def _joined(parts: Sequence[tuple[int, int]]) -> tuple[slice, ...]:
-    """Join parts of the sequence that are neighbours."""
-    joined = [slice(*parts[0])]
-    for start, stop in parts[1:]:
-        if start == joined[-1].stop:
-            joined[-1] = slice(joined[-1].start, stop)
-        else:
-            joined.append(slice(start, stop))
-    return tuple(joined)
+def _seen(prefix: list[tuple[int, int]], start: int, stop: int) -> tuple[slice, ...]:
+    """Return the parts of a prefix, and of what follows it, as neighbour of the last one or not."""
+    if prefix and prefix[-1][1] == start:
+        *prefix, (start, _) = prefix
+    return tuple(slice(*part) for part in [*prefix, (start, stop)])
 
 
 def _clusters(runs: Iterable[Run]) -> list[list[Run]]:

@@ -69,7 +69,7 @@ def prefix_tree(
 ) -> PrefixTree:
     """Make the tree of left-aligned rows `ids` [B, L] long of `lengths` [B] tokens each.
 
-    Rows share their prompt (of `prompts` [B] tokens), and other beginnings from `least` tokens on.
+    They share prompts (of `prompts` [B] tokens), and other beginnings from `least` tokens on.
     """
     rows = [row[:end] for row, end in zip(ids.cpu().numpy(), lengths, strict=True)]
     order = sorted(range(len(rows)), key=lambda i: rows[i].tobytes())
@@ -87,9 +87,8 @@ def prefix_tree_batches(
 ) -> list[list[int]]:
     """Cut the rows of `prefix_tree(ids, lengths, prompts, least)` in batches, in the tree's order.
 
-    Returns row numbers by batch. Each has at most `max_tokens` tokens in the tree of its rows
-    alone: what two rows have in common may be a piece only because of a third one. A single row
-    above the budget is a batch of its own.
+    Returns row numbers by batch, each of at most `max_tokens` tokens in the tree of its rows alone;
+    a single row above that is a batch of its own.
     """
     alike = _common(ids.cpu().numpy(), lengths, tree.order)
     batches: list[list[int]] = []
@@ -164,9 +163,9 @@ def pack_rows(
 ) -> PackedRows:
     """Pack left-aligned rows `ids` [B, L] of `lengths` [B] tokens each, padding last.
 
-    Rows whose first `prompts` [B] tokens are the same have those in common (None: no row has), or,
-    with a `tree` of these rows, whatever they share in it. A row of id 0 fills T up to a multiple
-    of `multiple`; with `recurring`, to a `recurring_size` first. Raises DataError for a row without
+    Rows with the same first `prompts` [B] tokens have those in common (None: none has), or, with a
+    `tree` of these rows, what they share in it. A row of id 0 fills T up to a multiple of
+    `multiple`; with `recurring`, to a `recurring_size` first. Raises DataError for a row without
     tokens, or with fewer than its prompt's.
     """
     sizes, width = lengths.tolist(), ids.shape[1]
@@ -235,10 +234,7 @@ def same_prompts(ids: Tensor, prompts: Tensor) -> list[list[int]]:
 def worthwhile_tree(
     ids: Tensor, lengths: Sequence[int], prompts: Sequence[int], by_prompt: PrefixTree
 ) -> PrefixTree | None:
-    """Return the tree of left-aligned rows where it has fewer tokens than `by_prompt`, else None.
-
-    So has one of an episode's branches, and of prompts with a long beginning in common.
-    """
+    """Return the tree of left-aligned rows where it is smaller than `by_prompt`, else None."""
     tree = prefix_tree(ids, lengths, prompts)
     return tree if tree.size(lengths) <= WORTHWHILE * by_prompt.size(lengths) else None
 
@@ -251,8 +247,8 @@ def is_worthwhile(packing: Packing, tokens: int, positions: int) -> bool:
 def apply_packing(model: PreTrainedModel | CriticModel, packing: Packing = True) -> None:
     """Let `model`, in place, take packed rows by `packed_forward`; padded ones as before.
 
-    `packing_of` tells `packing` from then on; called again, it changes that alone. Apply Ulysses
-    after it. Raises ConfigError where attention is not plain and causal.
+    Called again, it changes what `packing_of` tells. Apply Ulysses after it. Raises ConfigError
+    where attention is not plain and causal.
     """
     names = ("is_causal", "layer_idx", "config")  # attributes that attention modules have
     attentions = [m for m in model.modules() if all(hasattr(m, name) for name in names)]
@@ -278,14 +274,19 @@ def apply_packing(model: PreTrainedModel | CriticModel, packing: Packing = True)
     set_packing(model, packing)
 
 
+def body_of(model: nn.Module) -> Any:
+    """Return the decoder of a model or a critic; a pipeline stage is one itself."""
+    return getattr(model, "base_model", model)
+
+
 def set_packing(model: nn.Module, packing: Packing) -> None:
     """Say when `model`, which packing was applied to, is to be given packed rows."""
-    getattr(model, "base_model", model).__dict__[_MARK] = packing
+    body_of(model).__dict__[_MARK] = packing
 
 
 def packing_of(model: nn.Module) -> Packing:
     """Return when a model or its body gets packed rows; False where packing wasn't applied."""
-    packing: Packing = getattr(getattr(model, "base_model", model), _MARK, False)
+    packing: Packing = getattr(body_of(model), _MARK, False)
     return packing
 
 
@@ -347,10 +348,10 @@ def attends_packed(attention: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Rows without their left padding, and where each response token's prediction is read.
+    """Rows from column 0 on, and where each response token's prediction is read.
 
-    Each starts at column 0 and padding comes last: causal attention alone then keeps padding out.
-    `packed`: `input_ids` are [1, T], of rows laid out as one, and `positions` are columns of it.
+    Padding comes last: causal attention alone keeps it out. `packed`: `input_ids` are [1, T], of
+    rows laid out as one, and `positions` are columns of it.
     """
 
     input_ids: Tensor  # [B, L] long; row = prompt, response, padding

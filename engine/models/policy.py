@@ -1,10 +1,8 @@
 """Policies as configured: loaded whole, or without storage to be loaded shard by shard.
 
-They are plain, have new adapters, or are trained further with those of their folder. An
-`UnloadedModel` is built on the meta device, as transformers itself builds it, and every parameter
-is looked up in the folder's safetensors, which `runtime.apply_layout.load_shards` reads. Where one
-can't be, the model is loaded whole, which is logged once. Adapters, which are small, come with
-their values.
+An `UnloadedModel` is built on the meta device, and every parameter is looked up in the folder's
+safetensors, which `runtime.apply_layout.load_shards` reads. Where one can't be, the model is loaded
+whole, which is logged once. Adapters, which are small, come with their values.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from engine.config import LoRAConfig
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError, ModelError, first_line
 from engine.models import loading, value_head
 from engine.models.lora import ADAPTER, add_adapters, finalize_adapters
 from engine.models.quantize import load_packed, quantize_linears
@@ -46,8 +44,8 @@ def load_policy_model(
 ) -> PreTrainedModel:
     """Load a policy in evaluation mode, with adapters and a quantised base as `lora` asks.
 
-    `lora.from_folder`: `path` is an adapter's folder; its adapters are trained further on the base
-    that it names. Otherwise such a folder is merged first. Raises ConfigError and ModelError.
+    An adapter's folder is merged first, unless `lora.from_folder` trains its adapters on. Raises
+    ConfigError and ModelError.
     """
     lora = resolve_lora(path, lora or LoRAConfig())
     model = loading.load_model(base_path(path, lora), dtype)
@@ -130,7 +128,7 @@ def _restore_adapters(model: PreTrainedModel, folder: Path, lora: LoRAConfig) ->
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(
             f"the adapters in {folder} don't fit their base {model.name_or_path}: "
-            f"{str(error).splitlines()[0]}; copy the whole folder, or mend its adapter_config.json"
+            f"{first_line(error)}; copy the whole folder, or mend its adapter_config.json"
         ) from error
     missing = sorted(name for name in report.missing_keys if ".lora_" in name)
     strangers = sorted(report.unexpected_keys)
@@ -165,10 +163,7 @@ class UnloadedModel:
 
 
 def open_model(path: str | Path, dtype: str = "float32") -> PreTrainedModel | UnloadedModel:
-    """Open a causal LM of a folder or hub id, to be loaded by the ranks that keep its shards.
-
-    It is loaded whole where it can't be built so. Raises what `load_model` does.
-    """
+    """Open a causal LM for ranks that load its shards; whole, as `load_model`, where it must be."""
     loading.check_dtype(dtype)
     loading.require_model_folder(path)
     return _open(path, dtype, AutoModelForCausalLM) or loading.load_model(path, dtype).eval()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, first_line
 from engine.storage.weight_files import WeightFiles
 
 NF4, INT8 = "nf4", "int8"
@@ -32,8 +32,8 @@ class PackedWeight(nn.Parameter):
 class QuantizedLinear(nn.Linear):
     """A frozen linear whose weight `[out, in]` is packed; `dense()` is what it computes with.
 
-    nf4: 4-bit normal floats in blocks of 64, their scales in 8 bits (double quantisation), 4.13
-    bits a value. int8: 8-bit integers with one float32 scale a row. Both round once, here.
+    nf4: 4-bit normal floats in blocks of 64, scales in 8 bits (double quantisation), 4.13 bits a
+    value. int8: 8-bit integers with one float32 scale a row.
     """
 
     def __init__(self, linear: nn.Linear, kind: str) -> None:
@@ -87,9 +87,8 @@ class QuantizedLinear(nn.Linear):
 def quantize_linears(
     model: PreTrainedModel, kind: str, fill: Callable[[str, nn.Linear], None] | None = None
 ) -> None:
-    """Replace `model`'s linears but the head, in place, by QuantizedLinear of `kind`.
+    """Replace `model`'s linears but the head, in place, by QuantizedLinear; before adapters.
 
-    Nothing of the base can be trained afterwards. Call it before adapters are added.
     `fill(name, linear)` gives a linear of a model on the meta device its weight, which is packed
     next. Raises ConfigError where the library, the device or the model can't.
     """
@@ -127,10 +126,9 @@ def check_quantization(kind: str, device: torch.device | str = "cpu") -> None:
             "hybridflyte[qlora], or leave it empty"
         ) from error
     except (RuntimeError, NotImplementedError, AssertionError) as error:
-        why = (str(error).splitlines() or [type(error).__name__])[0]  # an assertion says nothing
         raise ConfigError(
             f"model.lora.quantize={kind!r}: bitsandbytes can't quantise on {device} "
-            f"({why}); leave it empty, or use cuda or cpu"
+            f"({first_line(error)}); leave it empty, or use cuda or cpu"
         ) from error
     error_share = float((dense - rows).norm() / rows.norm())
     if not error_share < _LARGEST_ERROR:
@@ -193,8 +191,7 @@ def load_packed(
 ) -> PreTrainedModel:
     """Fill `module`, which is on the meta device, in place; linears but the head are packed.
 
-    `names` are the files' for its parameters and persistent buffers. The numbers are those of
-    `quantize_linears` on a model that was loaded whole. Raises ConfigError as that does.
+    `names` are the files' for its parameters and persistent buffers. Raises as `quantize_linears`.
     """
 
     def read(name: str, tensor: Tensor) -> Tensor:

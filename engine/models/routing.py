@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.batch import Batch
-from engine.models.packing import PackedRows, Sequences, left_align_tokens, restore_columns
+from engine.models.packing import PackedRows, Sequences, body_of, left_align_tokens, restore_columns
 
 _OPEN = "routing"  # an attribute of a model's body while a Routing is open
 
@@ -30,22 +30,21 @@ class Routing:
         self._recorded = batch["routed_experts"] if replay else None
         self._logits: dict[int, Tensor] = {}  # by layer, [T, experts]
         self._chosen: dict[int, Tensor] = {}  # [T, k]
-        self._seqs: Sequences | None = None
-        self._places: Tensor | None = None  # [B, L]; where each row's tokens lie
+        self._rows: tuple[Sequences, Tensor] | None = None  # and [B, L]; where their tokens lie
 
     def lay_out(self, seqs: Sequences, rows: PackedRows | None, device: torch.device) -> None:
         """Note how the rows that run next lie: padded, or packed as `rows`."""
         seqs = seqs.to(device)
-        self._seqs = seqs
-        places = torch.arange(seqs.input_ids.numel(), device=device)
-        self._places = places.view_as(seqs.input_ids) if rows is None else rows.places
+        places = torch.arange(seqs.input_ids.numel(), device=device).view_as(seqs.input_ids)
+        places = places if rows is None else rows.places
+        self._rows = seqs, places
         if self._recorded is None:
             return
         experts = left_align_tokens(self._batch, self._recorded).to(device)  # [B, L, layers · k]
         tokens = seqs.input_ids.numel() if rows is None else rows.input_ids.numel()
         flat = experts.new_zeros(tokens, experts.shape[2])
         fed = self._fed(seqs)
-        flat[self._places[fed]] = experts[fed]
+        flat[places[fed]] = experts[fed]
         self._replayed = flat.view(tokens, len(self._routers), -1).long()
 
     def load_balancing_loss(self, like: Tensor) -> Tensor:
@@ -54,10 +53,9 @@ class Routing:
         Its mean over them is the loss of Switch Transformers (arXiv:2101.03961, equation 4). f_i is
         how often expert i was chosen a token, p_i its probability. Float32; `like` has the shape.
         """
-        assert self._seqs is not None, "a pass comes first"
-        assert self._places is not None, "a pass comes first"
-        seqs, layers = self._seqs, range(len(self._routers))
-        read = self._places[seqs.rows, seqs.positions]
+        assert self._rows is not None, "a pass comes first"
+        (seqs, places), layers = self._rows, range(len(self._routers))
+        read = places[seqs.rows, seqs.positions]
         probs = torch.stack([self._logits[i][read].float().softmax(-1) for i in layers])
         chosen = torch.stack([self._chosen[i][read] for i in layers])
         experts = probs.shape[-1]
@@ -68,10 +66,10 @@ class Routing:
 
     def routed_experts(self) -> Tensor:
         """Return the chosen experts as a batch has them: `[B, P+R, layers · k]` int16."""
-        assert self._seqs is not None, "a pass comes first"
-        assert self._places is not None, "a pass comes first"
+        assert self._rows is not None, "a pass comes first"
+        seqs, places = self._rows
         chosen = torch.stack([self._chosen[i] for i in range(len(self._routers))], 1)  # [T, l, k]
-        rows = chosen.flatten(1)[self._places].masked_fill(~self._fed(self._seqs)[..., None], 0)
+        rows = chosen.flatten(1)[places].masked_fill(~self._fed(seqs)[..., None], 0)
         return restore_columns(self._batch, rows.to(torch.int16).cpu())
 
     def _fed(self, seqs: Sequences) -> Tensor:
@@ -96,7 +94,7 @@ class Routing:
 @contextmanager
 def routing(model: nn.Module, batch: Batch, *, replay: bool = False) -> Iterator[Routing]:
     """Record what `model`'s routers choose in a pass over `batch`, or `replay` what it says."""
-    opened, body = Routing(model, batch, replay), _body(model)
+    opened, body = Routing(model, batch, replay), body_of(model)
     handles = [
         router.register_forward_hook(partial(opened._choose, layer))
         for layer, router in enumerate(opened._routers)
@@ -112,7 +110,7 @@ def routing(model: nn.Module, batch: Batch, *, replay: bool = False) -> Iterator
 
 def open_routing(model: nn.Module) -> Routing | None:
     """Return the Routing that is open for `model`, or for the model whose body it is."""
-    opened: Routing | None = getattr(_body(model), _OPEN, None)
+    opened: Routing | None = getattr(body_of(model), _OPEN, None)
     return opened
 
 
@@ -127,7 +125,3 @@ def _scores(router: nn.Module, logits: Tensor, chosen: Tensor) -> Tensor:
     if getattr(router, "norm_topk_prob", True):  # Mixtral's have no such setting
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
-
-
-def _body(model: nn.Module) -> nn.Module:
-    return getattr(model, "base_model", model)

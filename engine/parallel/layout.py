@@ -214,7 +214,8 @@ def check_layout(layout: Layout, world_size: int, shape: ModelShape | None = Non
     ):
         if count % size:
             raise ConfigError(
-                f"{axes}={size} does not divide the model's {what}={count}; choose a divisor of it"
+                f"{axes}={size} does not divide the model's {what}={count}; choose a divisor of "
+                f"it: the next best is {_next_best(layout, shape)}"
             )
     if shape.kv_heads % layout.tp and layout.tp % shape.kv_heads:
         raise ConfigError(
@@ -225,6 +226,16 @@ def check_layout(layout: Layout, world_size: int, shape: ModelShape | None = Non
         raise ConfigError(
             f"pp={layout.pp} stages are more than the model's {shape.layers} layers; lower pp"
         )
+
+
+def _next_best(layout: Layout, shape: ModelShape) -> Layout:
+    """Return the layout of as many ranks whose sp and tp divide the model's sizes; fsdp grows."""
+    tp = math.gcd(layout.tp, shape.heads, shape.intermediate)
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        tp = math.gcd(tp, shape.kv_heads)
+    sp = math.gcd(layout.sp, shape.heads // tp)
+    fsdp = layout.fsdp * layout.sp * layout.tp // (sp * tp)
+    return Layout(layout.pp, layout.dp, fsdp, sp, tp)
 
 
 class Place(NamedTuple):

@@ -159,6 +159,10 @@ def gather_full_tensors(
             full = torch.empty(entry.shape, dtype=entry.dtype, device=ranks.mesh.device_type)
         if stages is not None:
             dist.broadcast(full, group_src=entry.stage, group=stages)
+        if full.is_cuda:
+            # Ranks that write nothing would enqueue all gathers at once, and NCCL's watchdog would
+            # count the time that rank 0 takes to write them against each.
+            torch.cuda.current_stream(full.device).synchronize()
         yield entry.name, full
 
 

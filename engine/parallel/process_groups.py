@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,11 +22,18 @@ from engine.parallel.layout import AXES, Layout
 SHARD_AXES = ("fsdp", "sp")
 
 
-def init_process_group(address: str, rank: int, world_size: int, timeout_s: float) -> None:
+def init_process_group(
+    address: str,
+    rank: int,
+    world_size: int,
+    rendezvous_s: float = 120.0,
+    collective_s: float = 600.0,  # NCCL's watchdog counts from when one is enqueued
+) -> None:
     """Join the default process group whose rendezvous is at `address` ("host:port").
 
-    A rank that dies makes the others' collectives raise within `timeout_s`. Raises WorkerError
-    if not all ranks have joined by then.
+    A rank that stays away makes the others' collectives raise within `collective_s`; of one that
+    has died, gloo's raise at once. Raises WorkerError if not all ranks have joined within
+    `rendezvous_s`.
     """
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     try:
@@ -33,13 +42,14 @@ def init_process_group(address: str, rank: int, world_size: int, timeout_s: floa
             init_method=f"tcp://{address}",
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=rendezvous_s),
         )
     except (RuntimeError, ValueError) as error:
         raise WorkerError(
             f"rank {rank} of {world_size} could not meet the others at {address} within "
-            f"{timeout_s:g} s: {error}; check that all nodes reach that port"
+            f"{rendezvous_s:g} s: {error}; check that all nodes reach that port"
         ) from error
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=collective_s))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +118,16 @@ class Ranks:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return int(largest)
 
+    def cores(self) -> int:
+        """Return this rank's share of its machine's cores; all ranks call it together."""
+        machines = [platform.node()] * self.layout.world_size
+        if self.mesh is not None:
+            dist.all_gather_object(machines, platform.node())
+        return max(1, len(os.sched_getaffinity(0)) // machines.count(platform.node()))
+
 
 def _set_timeout(group: dist.ProcessGroup) -> None:
-    """Give a group of a mesh the deadline that the ranks joined with: it has torch's 30 minutes."""
+    """Give a group of a mesh the default group's deadline: it has torch's 30 minutes."""
     default_group = dist.distributed_c10d._get_default_group()
     device = "cpu" if "gloo" in str(dist.get_backend_config(default_group)) else "cuda"
     backend = default_group._get_backend(torch.device(device))

@@ -7,7 +7,7 @@ configuration leaves open, and how a plan becomes settings, is in `engine.traine
 """
 # ruff: noqa: F401  # what other rooms import
 
-from engine.planner.explain import explain
-from engine.planner.layout_search import PlacementPlan, search, search_apart
+from engine.planner.explain import explain, explain_memory
+from engine.planner.layout_search import PlacementPlan, fitted, search, search_apart
 from engine.planner.resources import Cluster, Machine, read_cluster
 from engine.planner.sizes import Candidate, FixedSettings, Samplers, Workload

@@ -123,9 +123,9 @@ def _traffic(work: Workload, candidate: Candidate, allocation: Allocation) -> fl
 
     # Over a GPU's way to its machine's memory: weights every pass, moments every update.
     copied, to_host = rank_elements(shape, layout) / resources.HOST_LINK, 0.0
-    if candidate.offload_params:
+    if candidate.offload_policy:
         to_host = micros * (3 * trained + plain) * copied * work.weight_bytes
-    if candidate.offload_optimizer or candidate.offload_params:
+    if candidate.offload_optimizer or candidate.offload_policy:
         to_host += 2 * work.optimizer_bytes * copied * work.updates * trained
     return sharded + forward * micros * (2 * trained + plain) + gradients + to_host
 

@@ -18,14 +18,23 @@ from functools import cached_property
 from itertools import product
 
 from engine.errors import ConfigError, EngineError, PlacementError
-from engine.parallel.layout import AXES, Layout, check_layout, rollout_layout
+from engine.parallel.layout import AXES, Layout, ModelShape, check_layout, rollout_layout
 from engine.planner import resources
 from engine.planner.cost import Price, price, rollout_seconds
 from engine.planner.memory import RUNTIME, USABLE, Memory, estimate, sampler_need, usable_bytes
 from engine.planner.resources import GIB, HOST_LINK, Allocation, Cluster
-from engine.planner.sizes import Candidate, FixedSettings, Samplers, Workload, sizes
+from engine.planner.sizes import (
+    Candidate,
+    FixedSettings,
+    Samplers,
+    Workload,
+    decodes_by,
+    sizes,
+)
 
 BUDGET = 16384  # tokens of a micro-batch, at most: what the settings start from
+_SHARES = tuple(n / 20 for n in range(18, 3, -1))  # of a GPU for an engine whose own doesn't fit
+_FEWEST_ROWS = 8  # decoded at once
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,8 @@ class PricedCandidate:
     @cached_property
     def excess_bytes(self) -> float:
         """The bytes that a rank lacks on the device or its machine; at most 0 if it fits."""
-        return max(self.memory.peak - usable_bytes(self.allocation.memory), self._host_excess)
+        usable = usable_bytes(self.allocation.memory)
+        return max(self.memory.peak - usable, self._host_excess, self.memory.short or -usable)
 
     @property
     def _host_excess(self) -> float:
@@ -63,14 +73,29 @@ class PricedCandidate:
         """The phase, or machine, that lacks memory; empty where the candidate fits."""
         if self.fits:
             return ""
-        on_machine = self._host_excess == self.excess_bytes
-        return "the machine's memory" if on_machine else self.memory.when
+        if self._host_excess == self.excess_bytes:
+            return "the machine's memory"
+        return "rollout" if self.memory.short == self.excess_bytes else self.memory.when
+
+    @property
+    def rollout_memory(self) -> str:
+        """What rollout decodes with, in words; empty where another process does."""
+        if not self.work.decodes or self.work.runs_ahead:
+            return ""
+        share = self.work.memory_share
+        return f"{share:g} of the GPU" if share else f"{self.work.decode_rows} rows at once"
+
+    @property
+    def rollout_excess(self) -> float:
+        """The bytes that rollout lacks; at most 0 if it fits."""
+        memory = self.memory
+        return max(memory.sampling - usable_bytes(self.allocation.memory), memory.short)
 
     @property
     def order(self) -> tuple[float | int, ...]:
         """A key that sorts by price, then larger micro-batches first, then the plainest."""
         c, price = self.candidate, self.price
-        flags = c.offload_params + c.offload_optimizer + c.activation_checkpointing
+        flags = c.offload_policy + c.offload_optimizer + c.activation_checkpointing
         return price.total, price.trainer, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values()
 
 
@@ -87,10 +112,19 @@ def _options(
     def of(tokens: int, offload: tuple[bool, bool], recompute: bool) -> PricedCandidate:
         options = (*offload, recompute, fixed.sequence_parallel)
         candidate = Candidate(layout, rollout_tp, tokens, *options)
-        return PricedCandidate(work, candidate, allocation)
+        best = PricedCandidate(work, candidate, allocation)
+        without_cache = best.memory.sampling - best.memory.cache
+        if best.rollout_excess > 0 and without_cache < usable_bytes(allocation.memory):
+            for smaller in _smaller_rollouts(work, allocation, fixed):
+                other = PricedCandidate(smaller, candidate, allocation)
+                best = min(best, other, key=lambda priced: max(0.0, priced.rollout_excess))
+                if best.rollout_excess <= 0:
+                    break
+        return best
 
     budgets = _budgets(work, layout, fixed)
-    recomputes = (True,) if fixed.activation_checkpointing else (False, True)
+    recompute_set = fixed.activation_checkpointing
+    recomputes = (False, True) if recompute_set is None else (recompute_set,)
     for number, (offload, recompute) in enumerate(
         product(_offloads(layout, allocation, fixed), recomputes)
     ):
@@ -107,6 +141,37 @@ def _options(
                 if tokens >= BUDGET and not (recompute or any(offload)):
                     return
                 break
+
+
+def _smaller_rollouts(
+    work: Workload, allocation: Allocation, fixed: FixedSettings
+) -> Iterator[Workload]:
+    """Yield `work` with less for rollout, or more where the engine has a share, of a small GPU."""
+    if not allocation.gpus or fixed.rollout_memory or work.kv_cache:
+        return
+    if work.memory_share:
+        yield from (replace(work, memory_share=share) for share in _SHARES)
+        return
+    while work.decode_rows > _FEWEST_ROWS:
+        work = replace(work, decode_rows=work.decode_rows // 2)
+        yield work
+
+
+def fitted(
+    work: Workload, candidate: Candidate, allocation: Allocation, fixed: FixedSettings
+) -> PricedCandidate | None:
+    """Return the fastest memory options of a layout that fit, offloading as set, or the smallest.
+
+    None where the layout can't offload so.
+    """
+    options = _options(work, candidate.layout, candidate.rollout_tp, allocation, fixed)
+    offload = (fixed.offload_policy, fixed.offload_optimizer)
+    as_set = (
+        priced
+        for priced in options
+        if (priced.candidate.offload_policy, priced.candidate.offload_optimizer) == offload
+    )
+    return min(as_set, key=lambda p: (max(0.0, p.excess_bytes), p.order), default=None)
 
 
 def candidates(
@@ -153,8 +218,7 @@ def _rollout_sizes(
     else:
         sizes = [n for n in range(1, per_machine + 1) if per_machine % n == 0]
     for tp in sizes:
-        counts = (allocation.ranks, shape.heads, shape.kv_heads, shape.intermediate)
-        if not any(count % tp for count in counts):
+        if allocation.ranks % tp == 0 and decodes_by(shape, tp):
             with suppress(ConfigError):
                 rollout_layout(layout, tp=tp)
                 yield tp
@@ -163,8 +227,8 @@ def _rollout_sizes(
 def _offloads(
     layout: Layout, allocation: Allocation, fixed: FixedSettings
 ) -> list[tuple[bool, bool]]:
-    """Return pairs of offload_params and offload_optimizer; without a GPU nothing can move."""
-    least = (fixed.offload_params, fixed.offload_optimizer)
+    """Return pairs of offload_policy and offload_optimizer; without a GPU nothing can move."""
+    least = (fixed.offload_policy, fixed.offload_optimizer)
     if not allocation.gpus:
         return [least]
     sharded = layout.fsdp * layout.sp > 1
@@ -240,7 +304,14 @@ def search(
     listed = _first(ranked, refusal, refused)
     if not listed:
         too_large.sort(key=lambda priced: priced.excess_bytes)
-        raise _nothing(_first(too_large, refusal, refused, 1), refused, cluster, fixed)
+        smallest = _first(too_large, refusal, refused, 1)
+        error = _nothing(smallest, refused, cluster, fixed, work.shape)
+        if fixed.axes:
+            with suppress(EngineError):
+                free = replace(fixed, axes={})
+                next_best = search(work, cluster, free, refusal, reserved_cpus).chosen.candidate
+                error = error.with_message(f"{error}; next best, without these: {next_best}")
+        raise error
     best = listed[0]
     memory = best.allocation.memory
     # A process that only decodes has a GPU of its own.
@@ -294,15 +365,24 @@ def _first(
 
 
 def _nothing(
-    smallest: list[PricedCandidate], refused: list[str], cluster: Cluster, fixed: FixedSettings
+    smallest: list[PricedCandidate],
+    refused: list[str],
+    cluster: Cluster,
+    fixed: FixedSettings,
+    shape: ModelShape,
 ) -> ConfigError | PlacementError:
     """Return the error that says why there is no plan."""
     on_what = f"on {cluster}" + (f" with {fixed}" if str(fixed) else "")
     if not smallest:
+        try:
+            check_layout(set_axes := Layout(**fixed.axes), set_axes.world_size, shape)
+        except ConfigError as error:
+            refused = [*refused, str(error)]
         why = f": {refused[0]}" if refused else "; set fewer of them, or other ones"
         return ConfigError(f"trainer.placement=auto finds no valid layout {on_what}{why}")
     closest = smallest[0]
-    work, when, on_host = closest.work, closest.memory.when, closest.lacks not in _SMALLER
+    work, on_host = closest.work, closest.lacks not in _SMALLER
+    when = closest.memory.when if on_host else closest.lacks
     allocation = closest.allocation
     where = "machine" if on_host or not allocation.gpus else "device"
     limit = allocation.host_memory if on_host else allocation.memory
@@ -310,8 +390,11 @@ def _nothing(
     smaller = _SMALLER[when]
     if work.quantized:
         smaller += "; the base of model.lora.quantize is whole on each rank"
-    if when == "rollout" and work.memory_share and not work.runs_ahead:
-        smaller = f"lower rollout.vllm.gpu_memory_utilization={work.memory_share}"
+    elif work.adapters:
+        smaller = "set model.lora.quantize=nf4"
+    elif when == "rollout" and work.memory_share and fixed.rollout_memory:
+        change = "raise" if closest.memory.short else "lower"
+        smaller = f"{change} rollout.vllm.gpu_memory_utilization={work.memory_share}"
     return PlacementError(
         f"trainer.placement=auto finds no layout that fits {on_what}: the smallest, "
         f"{closest.candidate}, needs {need / GIB:.2f} GiB of {where} memory a rank and there are "
@@ -385,7 +468,7 @@ def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Sa
     """Return samplers and what they take of a step; None where the model doesn't go on them."""
     shape, machines = work.shape, [machine for machine in cluster.machines if machine.gpus]
     gpus_a_machine = max(machine.gpus for machine in machines)
-    if tp > gpus_a_machine or shape.heads % tp or shape.intermediate % tp:
+    if tp > gpus_a_machine or not decodes_by(shape, tp):
         return None
     gpu_memory, need = (
         min(machine.gpu_memory for machine in machines),
@@ -409,24 +492,20 @@ def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Sa
 def _too_large(
     work: Workload, cluster: Cluster, counts: Sequence[int], tps: Sequence[int]
 ) -> PlacementError:
-    tp = max(tps)
+    tp, share = max(tps), work.memory_share
     need = sampler_need(work, counts[0] if counts else max(1, cluster.gpus // 2), tp)
     gpu_memory = min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
-    if work.memory_share:
-        why = (
-            f"{need / GIB:.2f} GiB on each of {tp} GPU(s) for its weights and a row, and "
-            f"rollout.vllm.gpu_memory_utilization={work.memory_share} of a GPU is "
-            f"{work.memory_share * gpu_memory / GIB:.2f} GiB; raise it, give a sampler more GPUs "
-            "(rollout.vllm.in_process=false, rollout.tensor_parallel_size), or"
+    there = f"a GPU has {gpu_memory / GIB:.2f} GiB; lower rollout.max_num_seqs"
+    if share:
+        there = (
+            f"rollout.vllm.gpu_memory_utilization={share} of a GPU is "
+            f"{share * gpu_memory / GIB:.2f} GiB; raise it"
         )
     else:
-        why = (
-            f"{need / USABLE / GIB + RUNTIME / GIB:.2f} GiB on each of {tp} GPU(s), and a GPU has "
-            f"{gpu_memory / GIB:.2f} GiB; lower rollout.max_num_seqs, set rollout.dtype=bfloat16, "
-            "or rollout.engine=vllm with rollout.vllm.in_process=false, whose samplers take "
-            "several GPUs; or"
-        )
+        need = need / USABLE + RUNTIME
     return PlacementError(
         f"trainer.placement=auto finds no GPUs for processes that only decode on {cluster}: one "
-        f"needs {why} set trainer.mode=sync, whose rollout is sharded"
+        f"needs {need / GIB:.2f} GiB on each of {tp} GPU(s), and {there}, set "
+        "rollout.dtype=bfloat16, give a sampler more GPUs (rollout.engine=vllm with "
+        "rollout.vllm.in_process=false), or set trainer.mode=sync, whose rollout is sharded"
     )

@@ -23,6 +23,7 @@ _FLOAT32 = 4.0  # bytes
 _BUCKET = 64 << 20  # bytes of a file that are read at a time
 _CHUNK, _FEWEST_TOKENS = 1 << 26, 256  # logits of a chunk, and its tokens at least
 _PART = 64 << 20  # elements that the optimizer updates at a time where its state is offloaded
+_PASSES = 1 << 30  # bytes of an engine's share of a GPU that its own passes take
 
 
 def rank_elements(shape: ModelShape, layout: Layout) -> float:
@@ -55,17 +56,20 @@ def activations(work: Workload, candidate: Candidate) -> float:
     hidden = shape.hidden / (layout.tp if candidate.sequence_parallel else 1)
     wide = shape.heads * shape.head_dim / layout.tp
     narrow = shape.kv_heads * shape.head_dim / layout.tp
-    # Two norms keep input, normed and scaled (float32 where they compute in it); attention q, k, v,
-    # keys and values repeated for the query heads, its output twice; the MLP its four products.
-    norms = 2 * hidden * (2 * max(size, 4.0) + size)
-    layer = norms + size * (5 * wide + 2 * narrow + mlp_activations(shape) / layout.tp)
+    # Two norms keep their input in float32, normed and scaled; attention q, k, v, keys and values
+    # repeated for the query heads, its output twice; the MLP its four products. Fused, norms keep
+    # input and output, nothing is repeated, and the MLP has three products.
+    fused = work.fused and layout.tp == 1
+    norms = 2 * hidden * (2 * size if fused else max(size, 4.0) + 2 * size)
+    products = mlp_activations(shape, fused) / layout.tp
+    layer = norms + size * ((3 if fused else 5) * wide + 2 * narrow + products)
     layers = -(-shape.layers // layout.pp)
     micros = -(-work.rows * work.length // (layout.data_ranks * micro_tokens(work, candidate)))
     flights = min(layout.pp, micros)  # 1F1B keeps as many micro-batches as there are stages
-    elements = layers * layer * flights
-    if candidate.activation_checkpointing:
-        elements = layers * hidden * size * flights + layer
-    return tokens * elements + logits(work, layout, tokens)
+    head = logits(work, layout, tokens)
+    if candidate.activation_checkpointing:  # a layer is computed again when the head's are gone
+        return tokens * layers * hidden * size * flights + max(tokens * layer, head)
+    return tokens * layers * layer * flights + head
 
 
 def logits(work: Workload, layout: Layout, tokens: float) -> float:
@@ -85,7 +89,7 @@ def logits(work: Workload, layout: Layout, tokens: float) -> float:
 
 def kv_cache(work: Workload, candidate: Candidate) -> float:
     """Return bytes of keys, values and logits of a rollout replica's rows on one of its ranks."""
-    if not work.decodes:
+    if not work.decodes or work.runs_ahead:
         return 0.0
     if work.kv_cache:
         return work.kv_cache / candidate.rollout_tp
@@ -114,12 +118,12 @@ class Memory:
     cache: float
     loading: float  # what loading needs at once
     host: float  # of the machine's memory, beside a device's
-    awake: float = 0.0  # of the cache, what stays between rollouts
+    awake: float = 0.0  # of copy and cache, what stays between rollouts
+    short: float = 0.0  # what the engine's share of a GPU lacks for its weights and a row
 
     @property
     def training(self) -> float:
-        state = self.weights + self.gradients + self.moments
-        return state + self.activations + self.rollout + self.awake
+        return self.weights + self.gradients + self.moments + self.activations + self.awake
 
     @property
     def sampling(self) -> float:
@@ -153,20 +157,25 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
     # The policy in one piece, as it is loaded and as a rollout copy.
     policy = sizes(work.shape).total * (work.base_bytes or work.weight_bytes)
     policy += work.adapters * _FLOAT32
-    copy = 0.0 if candidate.shares_storage else policy / candidate.rollout_tp
+    copy = sizes(work.shape).total * work.weight_bytes / candidate.rollout_tp  # dense and merged
+    own_storage = candidate.shares_storage and (work.shares_base or not work.adapters)
+    if work.runs_ahead or own_storage:  # where rollout runs ahead, samplers decode
+        copy = 0.0
+    stays = 0.0 if work.sleeps or candidate.shares_storage else copy
     visiting, host = 0.0, sum(m.saved for m in models)  # a checkpoint is copied there first
     matrix = work.shape.hidden * work.shape.intermediate * work.weight_bytes
     if work.quantized:
         host += policy + matrix
-    if candidate.offload_params:
+    if candidate.offload_policy:
         host += weights + gradients + moments
         weights = gradients = moments = 0.0
     elif candidate.offload_optimizer:
         host += moments
         visiting, moments = min(moments, _PART * work.optimizer_bytes), 0.0
-    cache, share = kv_cache(work, candidate), work.memory_share * there
-    if share and work.decodes and not work.runs_ahead:  # else the trainer's own is native
-        cache = max(_row_cache(work, candidate.rollout_tp), share - copy)
+    cache, share, short = kv_cache(work, candidate), work.memory_share * there, 0.0
+    if share and work.decodes and not work.runs_ahead:
+        row = _row_cache(work, candidate.rollout_tp)
+        cache, short = max(row, share - copy), max(0.0, copy + row + _PASSES - share)
     loading = weights + (matrix if work.quantized else _BUCKET)
     if work.samplers and not gpu:  # processes that only decode share a machine with a rank
         more = work.samplers * (sampler_need(work) + RUNTIME)
@@ -178,7 +187,8 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
         activations=_passing(work, candidate),
         rollout=copy,
         cache=cache,
-        awake=cache if work.stays_awake else 0.0,
+        awake=stays + (cache if work.stays_awake else 0.0),
+        short=short,
         loading=loading,
         host=host if gpu else 0.0,
     )
@@ -189,7 +199,7 @@ def sampler_need(work: Workload, count: int = 1, tp: int = 1) -> float:
 
     One with a share of the memory has cache in what is left, and queues what it can't hold.
     """
-    work = replace(work, weight_bytes=work.sampler_bytes)
+    work = replace(work, weight_bytes=work.sampler_bytes, runs_ahead=False)
     candidate = Candidate(Layout(dp=count * tp), rollout_tp=tp)
     cache = _row_cache(work, tp) if work.memory_share else kv_cache(work, candidate)
     return sizes(work.shape).total * work.sampler_bytes / tp + cache

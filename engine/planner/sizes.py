@@ -60,6 +60,9 @@ class Workload:
     stays_awake: bool = False  # and keeps between rollouts
     samplers: int = 0  # processes beside the policy's that only decode
     sampler_bytes: float = 4.0  # an element of their weights
+    sleeps: bool = False  # the engine frees its copy of the weights between rollouts
+    shares_base: bool = False  # and decodes adapters beside the trainer's base, without a copy
+    fused: bool = False  # layers store what Liger-Kernel's functions do
     families: bool = True  # the model can be cut by tp and pp
     decodes_shards: bool = True  # ranks can decode with shards of it
     cuts_sequences: bool = True  # and by sp
@@ -99,7 +102,7 @@ class Candidate:
     layout: Layout
     rollout_tp: int = 1
     tokens: int = 16384  # of a micro-batch
-    offload_params: bool = False
+    offload_policy: bool = False
     offload_optimizer: bool = False
     activation_checkpointing: bool = False
     sequence_parallel: bool = True
@@ -118,7 +121,7 @@ class Candidate:
     def memory_options(self) -> str:
         """Return what is offloaded to CPU memory, and what is recomputed."""
         names = {
-            "offload weights": self.offload_params,
+            "offload weights": self.offload_policy,
             "offload moments": self.offload_optimizer,
             "recompute": self.activation_checkpointing,
         }
@@ -136,16 +139,17 @@ class FixedSettings:
     axes: dict[str, int] = field(default_factory=dict)  # e.g. {"tp": 2}
     rollout_tp: int | None = None
     tokens: int | None = None
-    offload_params: bool = False  # True: set by the user; the planner may add it otherwise
+    offload_policy: bool = False  # True: set by the user; the planner may add it otherwise
     offload_optimizer: bool = False
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = None  # None: open
+    rollout_memory: bool = False  # rows at once, or the engine's share of a GPU
     sequence_parallel: bool = True
 
     def __str__(self) -> str:  # those that are set
         parts = [f"{axis}={size}" for axis, size in self.axes.items()]
         parts += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
         parts += [f"{self.tokens} tokens"] if self.tokens else []
-        flags = ("offload_params", "offload_optimizer", "activation_checkpointing")
+        flags = ("offload_policy", "offload_optimizer", "activation_checkpointing")
         return ", ".join([*parts, *(name for name in flags if getattr(self, name))])
 
 
@@ -177,6 +181,14 @@ class Sizes:
         return self.total - self.layers * self.experts * missed
 
 
+def decodes_by(shape: ModelShape, tp: int) -> bool:
+    """Tell whether `tp` ranks can decode together; each key head is on one, or on equally many."""
+    widths = [shape.heads, shape.intermediate, shape.experts.width if shape.experts else 0]
+    return not any(width % tp for width in widths) and (
+        shape.kv_heads % tp == 0 or tp % shape.kv_heads == 0
+    )
+
+
 @lru_cache(maxsize=64)
 def sizes(shape: ModelShape) -> Sizes:
     """Return elements of a decoder; biases, which few families have, are left out."""
@@ -196,13 +208,13 @@ def sizes(shape: ModelShape) -> Sizes:
     return Sizes(layer, shape.layers, table, head, experts, chosen)
 
 
-def mlp_activations(shape: ModelShape) -> float:
+def mlp_activations(shape: ModelShape, fused: bool = False) -> float:
     """Return what a token's MLP keeps for the backward pass, in elements, in a mean layer.
 
-    Four products of its width, and of experts their tokens, what they make of them, and that
-    weighted.
+    Four products of its width (`fused`: three), and of experts their tokens, what they make of
+    them, and that weighted.
     """
-    moe, dense = shape.experts, 4.0 * shape.intermediate
+    moe, dense = shape.experts, (3.0 if fused else 4.0) * shape.intermediate
     if moe is None:
         return dense
     chosen = moe.chosen * (4.0 * moe.width + 3 * shape.hidden) + 4.0 * moe.shared

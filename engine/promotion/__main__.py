@@ -1,7 +1,4 @@
-"""`python -m engine.promotion rollback|history`: the champions of a model.
-
-Exit status: 0, done; 1, refused or MLflow does not answer, and nothing was moved; 2, wrong usage.
-"""
+"""`python -m engine.promotion rollback|history`: the champions of a model."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ STATUS = "exit status: 0 done; 1 refused or no answer, and nothing was moved; 2 
 
 @command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.command == "rollback" and options.force and not options.to:

@@ -65,8 +65,6 @@ class LockTimeouts:
 
 @dataclass(frozen=True, slots=True)
 class ModelLock:
-    """A lock that this process holds."""
-
     model_name: str
     owner: str  # host, process and a random part
     until: float  # seconds since the epoch
@@ -76,8 +74,7 @@ class ModelLock:
         """Raise TrackingError when a write that begins now might end after the lock does."""
         if time.time() + self.margin > self.until:
             raise TrackingError(
-                f"the lock of {self.model_name!r} ran out while it was held; nothing more was "
-                "written; do it again"
+                f"the lock of {self.model_name!r} ran out; nothing more was written; do it again"
             )
 
 
@@ -89,12 +86,10 @@ def lock_model(
 
     MLflow can't compare and set. A process claims the lock with a tag of its own that holds the
     claim's end, and then reads all tags: it has the lock if there is no other live claim, else it
-    takes its own back and tries again. Of two that claim at once the second sees the other's tag.
-    The claim of a holder that died ends by its deadline, and the next holder deletes it. Nothing
+    takes its own back and tries again. The next holder deletes the claims of the dead. Nothing
     rules out a holder that sleeps between `check` and its write; a lock outlasts a call's retries.
 
-    Raises TrackingError when there is no such model; naming the holder, when the lock is not free
-    within `timeouts.wait`; and when MLflow does not answer.
+    Raises TrackingError, which names a holder that has the lock for longer than `timeouts.wait`.
     """
     owner = connection.name(f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     deadline, until = time.monotonic() + timeouts.wait, 0.0
@@ -144,7 +139,6 @@ def _other_claims(registry: ModelRegistry, model_name: str, owner: str) -> dict[
 
 
 def _live(claims: dict[str, float], timeouts: LockTimeouts) -> dict[str, float]:
-    """Return the claims that have not ended by any promoter's clock."""
     now = time.time()
     return {owner: until for owner, until in claims.items() if now <= until + timeouts.skew}
 
@@ -171,7 +165,6 @@ class AliasMove:
     done: bool = True
 
     def sentence(self) -> str:
-        """Return the move for a person."""
         where = f"version {self.version}" if self.version else "nowhere"
         previous = f"version {self.replaced}" if self.replaced else "nowhere"
         by = f" by {self.by}" if self.by else ""
@@ -220,19 +213,16 @@ def read_moves(tags: Mapping[str, str], alias: str) -> list[AliasMove]:
                 moves.append(AliasMove(**json.loads(text)))
             except (ValueError, TypeError) as error:
                 raise TrackingError(
-                    f"the tag {key!r} of the registered model is no record of a move ({error}); it "
-                    "was edited; delete it"
+                    f"the tag {key!r} is no record of a move ({error}); it was edited; delete it"
                 ) from error
     return sorted(moves, key=lambda move: move.number)
 
 
 def tag_key(alias: str, move: AliasMove) -> str:
-    """Return the name of the tag that holds a move."""
     return connection.name(f"history.{alias}.") + f"{move.number:06d}"
 
 
 def tag_value(move: AliasMove) -> str:
-    """Return a move as the text of its tag."""
     return json.dumps(asdict(replace(move, reason=connection.shorten(move.reason, MAX_REASON))))
 
 
@@ -307,10 +297,9 @@ class Champions:
 
         expected: the version to replace; empty: whichever the alias points to. verify: re-hash
         MLflow's copy of what is restored. force: `to` need not have been champion. approved_by: for
-        a model whose champions need approval and a version that has none. dry_run: check all, and
-        return the move that would be made. A request that was done
-        changes nothing, nor does one whose `to` is the champion already. Raises TrackingError for a
-        version that none of this allows, and when there is no previous one.
+        a model whose champions need approval. dry_run: return the move that would be made. A
+        request that was done changes nothing, nor does one whose `to` is the champion already.
+        Raises TrackingError for a version that none of this allows, or that is missing.
         """
         if not reason.strip():
             raise TrackingError("reason is empty; say why the champion is rolled back")
@@ -321,9 +310,7 @@ class Champions:
             alias = f"alias {self.alias!r} of {self.model_name!r}"
             last = moves[-1] if moves else None
             if last is None or last.version is None:
-                raise TrackingError(
-                    f"{alias} points to no version, so there is nothing to roll back; check names"
-                )
+                raise TrackingError(f"{alias} points to no version; there is nothing to roll back")
             if to and last.version == to:
                 return last
             if expected and last.version != expected:

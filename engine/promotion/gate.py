@@ -23,12 +23,7 @@ from engine.console import display_path, points, say
 from engine.data.rows import prompt_text
 from engine.errors import ChampionChangedError, DataError, EngineError, LineageError
 from engine.evaluation.comparability import incomparable
-from engine.evaluation.metrics import (
-    Interval,
-    mean_interval,
-    paired_interval,
-    ratio_interval,
-)
+from engine.evaluation.metrics import Interval, mean_interval, paired_interval, ratio_interval
 from engine.evaluation.policy_steps import read_policy_steps
 from engine.evaluation.results import check_paired, prompt_digest, read_rows
 from engine.evaluation.summary import ALL, TEST, read_problems, rows_of_set, set_names
@@ -225,7 +220,6 @@ def last_kl(policy: Path) -> float | None:
 
 
 def _guarded(rows: pd.DataFrame, guard: GuardConfig) -> np.ndarray:
-    """Return a guard's score of each of its problems, in the rows' order."""
     for column in ("dataset", "data_source"):
         if chosen := getattr(guard, column):
             rows = rows[rows[column] == chosen]
@@ -318,8 +312,7 @@ def champion_evaluation(
     Returns its rows for the new model's problems, and the artifact that they were read from, if
     any. A recorded evaluation counts only when it is intact, signed by one of the public keys
     `trusted` (None: it need not be), of this champion and the same problems, and made as the new
-    model's was. Raises LineageError where MLflow's copy of the champion doesn't match its tags, or
-    it must be evaluated and the new model was by other code.
+    model's was. Raises LineageError for a champion that can't be compared with.
     """
     require_intact_champion(tracker, champion, alias, trusted)
     try:
@@ -391,10 +384,9 @@ def decide_and_move(
 ) -> tuple[Decision, ModelVersion | None]:
     """Decide on `version`, and move the alias if the decision is to promote.
 
-    Returns the decision with the champion that it was made against (None: there was none). Where
-    another promotion comes in between, it is decided again; ChampionChangedError after `DECISIONS`.
-    `judge` compares the version with a champion; a second call with the same `request` moves
-    nothing; `notify` is told the outcome, a sentence.
+    Returns the decision with the champion that it was made against, if any. Where another promotion
+    comes in between, it is decided again; ChampionChangedError after `DECISIONS`. A second call
+    with the same `request` moves nothing; `notify` is told the outcome, a sentence.
     """
     name, alias = f"{version.name} version {version.version}", champions.alias
     digest = version.tags["artifact_digest"]

@@ -43,14 +43,12 @@ def baseline_model(
     start = next((p for p in new.manifest.parents if p.name == "warm_start"), None)
     if start is None:
         raise LineageError(
-            f"the evaluation {new.manifest.digest[:12]} names no warm_start among its parents; "
-            "evaluate the model again"
+            f"evaluation {new.manifest.digest[:12]} names no warm_start as parent; evaluate again"
         )
     folder = local_path(start.uri)
     if verify(folder).digest != start.digest:
         raise LineageError(
-            f"{start.uri} is not the {start.kind} {start.digest[:12]} that was evaluated; evaluate "
-            "the model again"
+            f"{start.uri} is not the evaluated {start.kind} {start.digest[:12]}; evaluate again"
         )
     return folder
 
@@ -71,7 +69,6 @@ def explained(verdicts: int, rounding: float) -> int:
 
     An exact binomial test (Clopper and Pearson, Biometrika 26:404, 1934) of "rounding turns a share
     of at most `rounding` of all verdicts": the smallest k with P(X > k) ≤ SIGNIFICANCE, X binomial.
-    A verdict can be turned one way only, so that an honest evaluation is refused more rarely still.
     """
     from scipy.stats import binom  # takes a second
 
@@ -94,8 +91,7 @@ def recheck(
 
     A verdict has turned where the recorded one speaks for the new model (right of its own, wrong of
     the baseline's) and the one of now doesn't. More of them than `explained` fail the evaluation,
-    and so does one of the same completion, which rounding has not changed: the scorer must judge a
-    text alike each time. A model that needs a GPU where there is none fails it, too.
+    and so does one of the same completion, and a model that needs a GPU where there is none.
     """
     import torch  # takes seconds
 
@@ -113,9 +109,8 @@ def recheck(
         largest = max(parameter_count(model) for model, *_ in models)
         if not on_gpu and largest > LARGEST_ON_CPU:
             sentence = (
-                f"promote.recheck decodes with a model of {largest / 1e9:.1f} billion parameters, "
-                "and this machine has no GPU; promote on a profile with one, or set "
-                "promote.recheck.problems=0"
+                f"promote.recheck decodes {largest / 1e9:.1f} billion parameters, and this machine "
+                "has no GPU; promote on a profile with one, or set promote.recheck.problems=0"
             )
             return RuleOutcome("recheck", False, None, None, sentence), {}
         say(f"promotion: {len(models)} models answer {rules.problems} problems again")

@@ -38,8 +38,6 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class RuleOutcome:
-    """The outcome of one rule."""
-
     rule: str  # e.g. "gain", "guard pass_at_1 of gsm8k", "kl"
     passed: bool
     value: Measured  # what was measured: a number, an interval's three, a name, or None
@@ -49,8 +47,6 @@ class RuleOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """All rules' outcomes and the decision that follows."""
-
     promote: bool
     reason: str  # one sentence or two
     outcomes: tuple[RuleOutcome, ...]
@@ -61,7 +57,6 @@ class Decision:
         return [o.rule for o in self.outcomes if not o.passed] == [APPROVAL]
 
     def to_dict(self) -> dict[str, object]:
-        """Return plain values for JSON."""
         return {**asdict(self), "waits_for_approval": self.waits_for_approval}
 
 

@@ -52,8 +52,7 @@ def read_model(reference: str, stores: Sequence[str] = ()) -> ReleasedModel:
     """Read a model by the folder of its artifact, `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
 
     All that it and its evaluation were made from is re-hashed, but for sources. stores: folders or
-    s3:// prefixes to search. Raises LineageError for what is missing, not as recorded or no model,
-    TrackingError and StorageError where MLflow or a store doesn't answer.
+    s3:// prefixes to search. Raises LineageError for what is missing, changed or no model.
     """
     named = review([reference], stores)
     (start,) = named.starts
@@ -95,8 +94,7 @@ def _model_node(graph: Graph, start: ArtifactNode) -> ArtifactNode:
         )
     if CONFIG not in node.manifest.files:
         raise LineageError(
-            f"{node.name} is no model: it has no {CONFIG}; give an artifact of kind sft or rl, or "
-            "models:/NAME@ALIAS"
+            f"{node.name} is no model: it has no {CONFIG}; give an sft, an rl or models:/NAME@ALIAS"
         )
     return node
 

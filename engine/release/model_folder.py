@@ -1,8 +1,4 @@
-"""A model's folder for others, with its card, and its repository on the hub.
-
-The card's front matter is Hugging Face's (`model-index` with the results). Its digests are whole;
-folders of this machine are left out.
-"""
+"""A model's folder for others, with its card, and its repository on the hub."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from engine.console import points
-from engine.errors import ConfigError, LineageError, StorageError
+from engine.errors import ConfigError, LineageError, StorageError, first_line
 from engine.evaluation.metrics import Interval
 from engine.evaluation.summary import EvaluationComparison, ModelSummary
 from engine.lineage.graph import ArtifactNode
@@ -34,7 +30,6 @@ if TYPE_CHECKING:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table of texts in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(map(line, cells)) + " |" for cells in lines)
 
@@ -130,9 +125,8 @@ def score_sections(model: ReleasedModel) -> list[str]:
 
 
 # The nearest stage of each kind.
-SETTINGS_OF = (
-    *("dataset", "model", "start_model", "sft", "pairs", "reward_model", "preference", "rl"),
-)
+SETTINGS_OF: tuple[str, ...] = ("dataset", "model", "start_model", "sft", "pairs")
+SETTINGS_OF += ("reward_model", "preference", "rl")
 _LOCATION = re.compile(r"(?:[a-z][a-z0-9+.-]*://|/|~)\S*")  # an address or a folder
 
 USE = """```python
@@ -187,7 +181,8 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
     from huggingface_hub import ModelCardData
 
     kinds = [node.kind for node in model.line]
-    settings = [data for data in map(_data_settings, model.line) if data]
+    sources = [node.draft.config.get("data") for node in model.line if node.kind == "dataset"]
+    settings = [data for data in sources if data and isinstance(data, dict)]
     hub_ids = dict.fromkeys(map(_hub_dataset, settings))  # of the hub's datasets among the data
     datasets = [hub_id for hub_id in hub_ids if hub_id]
     source = settings[0].get("source") if settings else None
@@ -201,11 +196,6 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
         tags=["hybridflyte", *(kind for kind in ("sft", "preference", "rl") if kind in kinds)],
     )  # fmt: skip
     return str(data.to_yaml())
-
-
-def _data_settings(node: ArtifactNode) -> dict[str, object]:
-    data = node.draft.config.get("data") if node.kind == "dataset" else None
-    return data if isinstance(data, dict) else {}
 
 
 def _facts(model: ReleasedModel, base: Base | None, licence: Licence | None) -> str:
@@ -235,11 +225,7 @@ def _facts(model: ReleasedModel, base: Base | None, licence: Licence | None) -> 
 
 
 def public_values(value: object) -> object:
-    """Return JSON values in which a folder or address is its last part alone.
-
-    >>> public_values({"path": "/home/me/models/base", "lr": 0.1})
-    {'path': '…/base', 'lr': 0.1}
-    """
+    """Return JSON values in which a folder or address is its last part alone, e.g. `…/base`."""
     if isinstance(value, dict):
         return {key: public_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -305,8 +291,7 @@ def lineage_json(model: ReleasedModel) -> str:
 def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
     """Write the model to a new folder, whole or not at all; return it.
 
-    Raises StorageError where it is there already or can't be written, LineageError for a file that
-    changed on the way.
+    Raises StorageError where it is there or can't be written, LineageError for a changed file.
     """
     target = Path(target).expanduser().absolute()
     if target.exists():
@@ -322,9 +307,7 @@ def write_folder(model: ReleasedModel, card: str, target: str | Path) -> Path:
             copied = hash_files(folder)
             if copied != files:
                 changed = sorted(name for name in files if copied.get(name) != files[name])
-                raise LineageError(
-                    f"{model.folder}: {changed[0]} changed while it was copied; nothing was written"
-                )
+                raise LineageError(f"{model.folder}: {changed[0]} changed while it was copied")
             (folder / LINEAGE).write_text(lineage_json(model), encoding="utf-8")
             (folder / CARD).write_text(card, encoding="utf-8")
             fsync_tree(folder)
@@ -351,9 +334,7 @@ class Repository:
         """Read `hf://OWNER/NAME` or `hf://OWNER/NAME@BRANCH`; ConfigError for anything else."""
         match = _ADDRESS.fullmatch(address)
         if match is None:
-            raise ConfigError(
-                f"--to {address!r} is no repository; write hf://OWNER/NAME or hf://OWNER/NAME@BRANCH"
-            )
+            raise ConfigError(f"--to {address!r} is no repository; write hf://OWNER/NAME[@BRANCH]")
         return Repository(match["id"], match["branch"])
 
 
@@ -396,9 +377,9 @@ def push(
     except (OSError, ValueError, RuntimeError, HTTPError, HFValidationError) as error:
         # huggingface_hub 2.4 wraps the error of an upload in a RuntimeError.
         source = (error.__cause__ if isinstance(error, RuntimeError) else None) or error
-        reason = (str(source).strip() or type(source).__name__).splitlines()[0]
         raise StorageError(
-            f"{PREFIX}{name} could not be written: {reason}; nothing was committed; check "
-            "the name, the network and the token (hf auth login, or HF_TOKEN with write access)"
+            f"{PREFIX}{name} could not be written: {first_line(source)}; nothing was committed; "
+            "check the name, the network and the token (hf auth login, or HF_TOKEN with write "
+            "access)"
         ) from error
     return str(commit.commit_url)

@@ -8,23 +8,20 @@ that the reward role has (`trainer.pools`), without one on the CPU.
 from __future__ import annotations
 
 import functools
-import json
 import math
 import operator
 import statistics
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from engine.errors import RewardError
+from engine.errors import ModelError, RewardError
 from engine.rewards.reward_function import register_reward
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,12 +49,13 @@ def reward_model(
 
     `model` is a sequence-classification folder. It reads the row's messages and the completion by
     its own chat template (without one, prompt and completion on lines of their own), the last
-    `max_length` tokens (0: what it takes). Raises RewardError for a folder that is no such model.
+    `max_length` tokens (0: what it takes). Raises RewardError for a folder that is no such model,
+    and DataError for a conversation that its template refuses.
     """
     loaded = load_scoring_model("SequenceClassification", model, dtype, device)
-    texts = [loaded.text(m, c) for m, c in _conversations(prompts, completions, columns)]
+    rows = [loaded.tokens(m, c) for m, c in _conversations(prompts, completions, columns)]
     score = functools.partial(loaded.classify, max_length=max_length, label=label)
-    return _in_batches(texts, batch_size, len, score)
+    return _in_batches(rows, batch_size, len, score)
 
 
 @register_reward("likelihood", right_from="pass_from")
@@ -78,9 +76,9 @@ def likelihood(
     """Score B completions: β · log π(completion | messages), less `reference`'s where one is given.
 
     So ranks a policy that was trained on preferences, with a reference by DPO (its implicit reward,
-    arXiv 2305.18290, eq. 5). The log-prob is the sum over the completion's tokens and its end
-    token, or with `per_token` their mean. Raises RewardError for a folder that is no causal
-    language model, or has no chat template, and for a conversation that is longer than it reads.
+    arXiv 2305.18290, eq. 5). The log-prob is the sum, or with `per_token` the mean, over the
+    completion's tokens and its end token. Raises RewardError for no causal language model or chat
+    template, and for a conversation that is longer than it reads.
     """
 
     def log_probs(folder: str) -> list[float]:
@@ -171,61 +169,31 @@ class ScoringModel:
         """Tokens that the model reads."""
         return getattr(self.model.config, "max_position_embeddings", 0) or 1 << 20
 
-    def text(self, messages: Messages, completion: str | None = None) -> str:
-        """The conversation that ends in the completion, or (None) where one is to come.
-
-        Control tokens in it are broken up.
-        """
-        answer = [] if completion is None else [{"role": "assistant", "content": completion}]
-        turns = self._plain([*messages, *answer])
-        if not self.tokenizer.chat_template:
-            return "\n".join(str(turn["content"]) for turn in turns[-2:])
-        text = self.tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=completion is None
-        )
-        return str(text)
-
-    def encode(self, text: str) -> list[int]:
-        """The tokens of a text, with the tokenizer's around it unless its template has them."""
-        special = not self.tokenizer.chat_template
-        return [int(token) for token in self.tokenizer.encode(text, add_special_tokens=special)]
-
     def tokens(self, messages: Messages, completion: str) -> list[int]:
-        """The conversation's tokens; padding ones at its end are left out."""
-        ids = self.encode(self.text(messages, completion))
-        while ids and ids[-1] == self.tokenizer.pad_token_id:
-            ids.pop()
-        return ids
+        """The tokens of the conversation that ends in the completion, as in training."""
+        from engine.data.templates import encode_conversation
 
-    def _plain(self, turns: Messages) -> list[dict[str, Any]]:
-        """The turns with a blank in each control token that they spell: it is plain text then."""
-        tokens = {*self.tokenizer.all_special_tokens, *self.tokenizer.get_added_vocab()}
-        plain = []
-        for turn in turns:
-            text = str(turn["content"])
-            for token in tokens:
-                if len(token) > 1:
-                    text = text.replace(token, f"{token[0]} {token[1:]}")
-            plain.append({**turn, "content": text})
-        return plain
+        answer = {"role": "assistant", "content": completion}
+        return encode_conversation(self.tokenizer, [*map(dict, messages), answer])
 
-    def classify(self, texts: list[str], max_length: int, label: int) -> list[float]:
-        """The one logit of each text, or of several labels the probability of `label`."""
+    def classify(self, rows: Sequence[list[int]], max_length: int, label: int) -> list[float]:
+        """The one logit of each row, or of several labels the probability of `label`."""
         import torch
 
-        batch = self.tokenizer(
-            texts,
-            padding=True,
-            truncation=True,
-            max_length=max_length or self.longest,
-            add_special_tokens=not self.tokenizer.chat_template,  # which has them already
-            return_tensors="pt",
-        ).to(self.model.device)
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        limit = max_length or self.longest
+        ids, mask = self.padded([self._end_of(row, limit) for row in rows])
         with torch.inference_mode():
-            logits = self.model(**inputs).logits.float()
+            logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
         scores = logits[:, 0] if logits.shape[1] == 1 else logits.softmax(1)[:, label]
         return [float(score) for score in scores.cpu()]
+
+    def _end_of(self, row: list[int], limit: int) -> list[int]:
+        """A row's last tokens, where the completion is, after a start token of the tokenizer's."""
+        if len(row) <= limit:
+            return row
+        plain = not self.tokenizer.chat_template
+        start = row[:1] if plain and row[0] in self.tokenizer.all_special_ids else []
+        return [*start, *row[len(row) - limit + len(start) :]]
 
     def padded(self, rows: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
         """Rows and their attention mask, both `[B, T]`, on the model's device, padded right."""
@@ -249,6 +217,8 @@ def load_scoring_model(
     import torch
     import transformers
 
+    from engine.data.tokenizer import load_tokenizer
+
     if not folder:
         raise RewardError("this reward needs reward.options.model, a folder or hub id")
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -257,8 +227,8 @@ def load_scoring_model(
         model = getattr(transformers, f"AutoModelFor{head}").from_pretrained(
             folder, dtype=precision, trust_remote_code=False
         )
-        tokenizer = _tokenizer_class(folder).from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        tokenizer = load_tokenizer(folder)
+    except (OSError, ValueError, ModelError) as error:
         raise RewardError(
             f"reward.options.model={folder!r} can't be loaded as AutoModelFor{head} "
             f"({' '.join(str(error).split())[:300]})"
@@ -268,52 +238,28 @@ def load_scoring_model(
             f"reward.options.model={folder!r} has {model.config.num_labels} labels a token, and a "
             "process reward model has one; train it with reward_model.head=token"
         )
-    tokenizer.truncation_side = "left"  # the completion, at the end, must be seen
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return ScoringModel(model.to(on).eval(), tokenizer)
 
 
-def _tokenizer_class(folder: str) -> type[AutoTokenizer | PreTrainedTokenizerBase]:
-    """The class that reads the folder's tokenizer as it was in training."""
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    config = Path(folder) / "tokenizer_config.json"
-    if not config.is_file() or not (Path(folder) / "tokenizer.json").is_file():  # a hub id, say
-        return AutoTokenizer
-    saved = json.loads(config.read_text()).get("tokenizer_class")
-    # Beside Qwen2's config.json, AutoTokenizer would split words as Qwen2 does.
-    generic = saved in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return PreTrainedTokenizerFast if generic else AutoTokenizer
-
-
 def _prompt_and_answer(
     loaded: ScoringModel, messages: Messages, completion: str
 ) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt, and of the completion to its end token, apart as in training."""
-    tokenizer = loaded.tokenizer
-    if not tokenizer.chat_template:
+    """Tokens of the prompt, and of the completion to its end token, as in training."""
+    from engine.data.templates import encode_turn
+
+    if not loaded.tokenizer.chat_template:
         raise RewardError("reward 'likelihood' needs a model with a chat template; give it one")
-    conversation, opening = loaded.text(messages, completion), loaded.text(messages)
-    if not conversation.startswith(opening):
+    answer = {"role": "assistant", "content": completion}
+    turn = encode_turn(loaded.tokenizer, [*map(dict, messages)], answer)
+    sizes = len(turn.prompt_ids), len(turn.response_ids)
+    if sum(sizes) > loaded.longest or not all(sizes):
         raise RewardError(
-            "reward 'likelihood': the model's chat template doesn't write an answer after what it "
-            "writes for one to come, so no completion has a log-prob; give it another template"
+            f"a conversation of {sizes[0]} and {sizes[1]} tokens has no log-prob: the model reads "
+            f"{loaded.longest}; lower data.max_response_length"
         )
-    prompt, answer = loaded.encode(opening), loaded.encode(conversation.removeprefix(opening))
-    # It ends with its last control token, which a line break may follow. The template may write
-    # others before the text ("<|channel|>final<|message|>"), which has none itself.
-    control = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    end = max((at for at, token in enumerate(answer) if token in control), default=len(answer))
-    answer = answer[: end + 1]
-    if len(prompt) + len(answer) > loaded.longest or not prompt or not answer:
-        raise RewardError(
-            f"a conversation of {len(prompt)} and {len(answer)} tokens has no log-prob: the model "
-            f"reads {loaded.longest}; lower data.max_response_length"
-        )
-    return prompt, answer
+    return turn.prompt_ids, turn.response_ids
 
 
 def _log_probs(
@@ -341,20 +287,17 @@ def _tokens_and_ends(
     loaded: ScoringModel, messages: Messages, steps: list[str], separator: str
 ) -> tuple[list[int], list[int]]:
     """The conversation's tokens, and the index of each step's last one."""
+    from engine.data.templates import encode_steps
+
     if not steps:
         return [], []
-    tokens = loaded.tokens(messages, separator.join(steps))
+    tokens, ends = encode_steps(loaded.tokenizer, [*map(dict, messages)], steps, separator)
     if len(tokens) > loaded.longest:
         raise RewardError(
             f"a conversation of {len(tokens)} tokens is longer than the {loaded.longest} that the "
             "process reward model reads; lower data.max_response_length"
         )
-    ends = []
-    for i in range(1, len(steps)):
-        part = loaded.tokens(messages, separator.join([*steps[:i], ""]))
-        same = takewhile(lambda pair: pair[0] == pair[1], zip(tokens, part, strict=False))
-        ends.append(sum(1 for _ in same) - 1)
-    return tokens, [*ends, len(tokens) - 1]
+    return tokens, ends
 
 
 def _step_probabilities(

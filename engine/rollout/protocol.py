@@ -1,11 +1,9 @@
 """What every rollout engine takes and gives: read this first, then an engine's folder.
 
-Requests, sampling parameters, completions, capabilities and the registry of engines; checks of
-requests, counters of work and weight versions that all engines share. `native` decodes with the
-trainer's own weights; `vllm` runs a vLLM engine that shares them or is brought up to date; `server`
-uses one that was started elsewhere; streams are in `stream`. An engine is chosen by
-`rollout.engine`; a new one registers itself with `@register_engine("name")` in a module of its own,
-here or outside (`rollout.engine: my_module:MyEngine`), and says there what it can do.
+`native` decodes with the trainer's own weights; `vllm` runs a vLLM engine that shares them or is
+brought up to date; `server` uses one that was started elsewhere; streams are in `stream`. An engine
+is chosen by `rollout.engine`; a new one registers itself with `@register_engine("name")` in a
+module of its own, here or outside (`rollout.engine: my_module:MyEngine`), and says what it can do.
 """
 
 from __future__ import annotations
@@ -23,6 +21,9 @@ from engine.batch import check_token_ids
 from engine.config import RolloutConfig
 from engine.errors import ConfigError, RolloutError
 from engine.registry import Registry
+
+TokenLists = Sequence[Sequence[int]]  # of prompts or completions, one list each
+OnProgress = Callable[[int], None] | None  # gets the number of completions finished so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,7 @@ class RolloutEngine(Protocol):
     def policy_version(self) -> int: ...
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        on_progress: Callable[[int], None] | None = None,
+        self, prompts: TokenLists, params: SamplingParams, on_progress: OnProgress = None
     ) -> list[Completion]: ...
 
     def update_weights(self, model: torch.nn.Module, version: int) -> None: ...
@@ -108,7 +106,7 @@ class EngineCapabilities:
 
 ENGINE_SETTINGS = (
     *("max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "enable_rollout_routing_replay"),
-    *("server", "vllm"),
+    *("kv_on_update", "server", "vllm"),
 )
 """Fields of RolloutConfig that only some engines read."""
 COMMON_OPTIONS = ("max_num_seqs", "max_model_len", "kv_cache_memory_mb", "seed")
@@ -168,7 +166,6 @@ def check_engine_settings(config: RolloutConfig) -> None:
 
 
 def engine_capabilities(config: RolloutConfig) -> EngineCapabilities:
-    """Return what the configured engine can do, with these settings."""
     capabilities = _registry.get(config.engine).capabilities
     return capabilities(config) if callable(capabilities) else capabilities
 
@@ -180,8 +177,7 @@ def engine_options(config: RolloutConfig) -> dict[str, object]:
         has_section = config.engine in RolloutConfig.model_fields
         section = f"rollout.{config.engine}" if has_section else "those of rollout"
         raise ConfigError(
-            f"rollout.options has no effect with rollout.engine={config.engine}, which has "
-            f"settings of its own; set {section}"
+            f"rollout.options has no effect with rollout.engine={config.engine}; set {section}"
         )
     for name in COMMON_OPTIONS:
         if name in config.options:
@@ -201,11 +197,7 @@ def check_version(engine: RolloutEngine, version: int) -> None:
 
 
 def create_engine(name: str, model: torch.nn.Module, **options: object) -> RolloutEngine:
-    """Build the engine `name` over the trainer's `model` (a transformers causal LM).
-
-    Options every engine takes: `max_num_seqs` (rows decoded at once) and `max_model_len` (longest
-    prompt plus completion, in tokens). Raises ConfigError for an unknown name.
-    """
+    """Build the engine `name` over a transformers causal LM; ConfigError for an unknown name."""
     return _registry.get(name).factory(model, **options)
 
 
@@ -221,14 +213,7 @@ class RolloutStats:
 
 
 class WeightGuard:
-    """The policy version of an engine's weights, and whether they may be served.
-
-    >>> guard = WeightGuard("native")
-    >>> with guard.updating(3):
-    ...     pass  # move weights
-    >>> guard.version
-    3
-    """
+    """The policy version of an engine's weights, and whether they may be served."""
 
     def __init__(self, engine: str) -> None:
         self.version = 0
@@ -275,24 +260,19 @@ def resolve_max_model_len(requested: int | None, context: int | None) -> int:
     """Return the longest prompt plus completion, or raise ConfigError if the model has less."""
     if requested is None:
         if context is None:
-            raise ConfigError(
-                "the model's config names no max_position_embeddings; pass max_model_len"
-            )
+            raise ConfigError("the model has no max_position_embeddings; pass max_model_len")
         return context
     if requested < 2:
-        raise ConfigError(
-            f"max_model_len={requested} holds no prompt and completion; use 2 or more"
-        )
+        raise ConfigError(f"max_model_len={requested} holds no completion; use 2 or more")
     if context is not None and requested > context:
         raise ConfigError(
-            f"max_model_len={requested} exceeds the model's context of {context} tokens; lower it, "
-            f"or raise max_position_embeddings"
+            f"max_model_len={requested} exceeds the model's context of {context} tokens; lower it"
         )
     return requested
 
 
 def check_request(
-    prompts: Sequence[Sequence[int]], params: SamplingParams, max_model_len: int, vocabulary: int
+    prompts: TokenLists, params: SamplingParams, max_model_len: int, vocabulary: int
 ) -> None:
     """Raise RolloutError or ModelError for what can't be decoded, before anything is computed."""
     check_params(params)
@@ -301,17 +281,13 @@ def check_request(
 
 
 def check_prompt(name: str, prompt: Sequence[int], max_model_len: int, vocabulary: int) -> None:
-    """Raise RolloutError for a prompt that can't be completed; the message calls it `name`.
-
-    And ModelError for a token that the model doesn't have.
-    """
+    """Raise RolloutError for a prompt that can't be completed, ModelError for an unknown token."""
     if len(prompt) == 0:
         raise RolloutError(f"{name} is empty; give it at least one token, such as the BOS token")
     if len(prompt) >= max_model_len:
         raise RolloutError(
-            f"{name} has {len(prompt)} tokens, which leaves no room for a completion "
-            f"in max_model_len={max_model_len}; shorten or filter it "
-            f"(data.max_prompt_length), or use a model with a longer context"
+            f"{name} has {len(prompt)} tokens, which leaves no room for a completion in "
+            f"max_model_len={max_model_len}; shorten or filter it (data.max_prompt_length)"
         )
     check_token_ids(name, prompt, vocabulary)
 

@@ -133,12 +133,9 @@ def check_unused(key: Hashable, unfinished: Container[Hashable]) -> None:
 
 def open_stream(engine: RolloutEngine, params: SamplingParams, **options: object) -> RolloutStream:
     """Return `engine.stream(params, **options)`, or raise ConfigError if the engine has none."""
-    stream = getattr(engine, "stream", None)
+    stream, name = getattr(engine, "stream", None), type(engine).__name__
     if stream is None:
-        raise ConfigError(
-            f"{type(engine).__name__} decodes whole batches and can't stream; use "
-            f"rollout.engine=native"
-        )
+        raise ConfigError(f"{name} decodes whole batches only; use rollout.engine=native")
     opened: RolloutStream = stream(params, **options)
     return opened
 
@@ -148,30 +145,26 @@ def request_limit(max_new_tokens: int | None, limit: int, key: Hashable) -> int:
     if max_new_tokens is None:
         return limit
     if max_new_tokens < 1:
-        raise RolloutError(
-            f"request {key!r} has max_new_tokens={max_new_tokens}; give it 1 or more, or none"
-        )
+        raise RolloutError(f"request {key!r} has max_new_tokens={max_new_tokens}; give 1 or more")
     return min(max_new_tokens, limit)
 
 
 def noise_index(key: Hashable) -> int:
     """Return the int64 that stands for `key` in the sampling noise; the same in every process.
 
-    An int is taken as it is, so request i samples what prompt i of `generate` does. Another key is
-    hashed by its `repr` (Python's own hash of strings differs from process to process). Raises
-    RolloutError for a key whose repr holds its address.
+    An int is taken as it is, so request i samples what prompt i of `generate` does; another key is
+    hashed by its `repr`. Raises RolloutError for a key whose repr holds its address.
     """
     if isinstance(key, int):
-        word = int(key)
+        word = (int(key) & (1 << 64) - 1).to_bytes(8, "big")
     elif type(key).__repr__ is object.__repr__:
         raise RolloutError(
             f"stream key {key!r} has no repr of its own, so its samples can't be repeated; use an "
             f"int, a string, a tuple of them, or give {type(key).__name__} a __repr__"
         )
     else:
-        word = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
-    word &= (1 << 64) - 1
-    return word - (1 << 64) if word >> 63 else word
+        word = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(word, "big", signed=True)
 
 
 def parts_to_sample(
@@ -184,8 +177,7 @@ def parts_to_sample(
 ) -> list[PartialCompletion]:
     """Return a request's completions to sample: `n` without tokens, or those of `resume`.
 
-    `limit` is the longest completion of this prompt in the stream, in tokens. Raises RolloutError
-    unless `resume` is unfinished work on `prompt_ids`.
+    `limit`: of a completion, in tokens. RolloutError unless `resume` is unfinished work on it.
     """
     if resume is None:
         return [PartialCompletion(index, [], [], []) for index in range(params.n)]
@@ -202,10 +194,8 @@ def parts_to_sample(
         name = f"completion {part.completion_index} of {where}"
         sizes = len(part.token_ids), len(part.log_probs), len(part.token_versions)
         if len(set(sizes)) > 1:
-            raise RolloutError(
-                f"{name} has {sizes[0]} tokens, {sizes[1]} log-probs and {sizes[2]} versions; give "
-                f"one of each a token"
-            )
+            counts = "{} tokens, {} log-probs and {} versions".format(*sizes)
+            raise RolloutError(f"{name} has {counts}; give one of each a token")
         if sizes[0] >= limit:
             raise RolloutError(
                 f"{name} has {sizes[0]} tokens and the stream's completions of it end at {limit}; "
@@ -250,7 +240,6 @@ class PartialGroup:
 
     @property
     def oldest_version(self) -> int | None:
-        """Policy version of the oldest token; None without any token."""
         return min((v for part in self.completions for v in part.token_versions), default=None)
 
     @staticmethod
@@ -265,7 +254,6 @@ class PartialGroup:
         return PartialGroup(tuple(completions), tuple(reasons))
 
     def tree(self) -> PartialGroupTree:
-        """Return tensors and plain values, for a checkpoint."""
         parts = self.completions
         return {
             "ends": list(self.finish_reasons),
@@ -277,7 +265,6 @@ class PartialGroup:
 
     @staticmethod
     def from_tree(tree: PartialGroupTree) -> PartialGroup:
-        """Return the inverse of `tree`."""
         edges = list(pairwise(accumulate(tree["lengths"], initial=0)))
         tensors = (tree["token_ids"], tree["log_probs"], tree["token_versions"])
         lists = [tensor.tolist() for tensor in tensors]

@@ -1,8 +1,7 @@
 """What rollout engines read of a trainer's model, a transformers causal LM.
 
 Its evaluation mode; its weights as whole plain tensors by their names in files, gathered one at a
-time, with LoRA adapters merged in (W + α/r · B·A, arXiv:2106.09685); and the kernel that multiplies
-activations with those weights where the trainer keeps them.
+time, with LoRA adapters merged in (W + α/r · B·A, arXiv:2106.09685); and the kernel for a product.
 """
 
 from __future__ import annotations
@@ -66,7 +65,6 @@ _ADAPTER = "default"  # peft's name of the only one
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `model` has LoRA adapters (by peft)."""
     return bool(getattr(model, "peft_config", None))
 
 

@@ -149,17 +149,18 @@ def apply_layout(
     fusible = whole or (device.type == "cuda" and ranks.size("tp") == 1)
     if fusible and gains_by_fusion(floating_dtype(module), device):
         apply_fused(module, device)
-    layers = decoder_layers(module) if shards or config.activation_checkpointing else []
+    checkpoints = config.activation_checkpointing or config.activation_offload
+    layers = decoder_layers(module) if shards or checkpoints else []
     if ranks.size("tp") > 1:
         apply_tensor_parallel(
             module, ranks.submesh("tp"), sequence_parallel=config.sequence_parallel
         )
-    if config.activation_checkpointing:
-        fsdp.checkpoint_activations(layers)
+    if checkpoints:
+        fsdp.checkpoint_activations(layers, offload=config.activation_offload)
     apply_ulysses(module, ranks)
     fsdp.shard_model(module, ranks, config, layers=layers)
     if unloaded is not None and not whole:
-        offloaded = shards and config.offload_params
+        offloaded = shards and config.offload_policy
         load_shards(module, unloaded, device, torch.device("cpu") if offloaded else device)
     return module
 

@@ -33,7 +33,6 @@ from engine.rollout.protocol import Completion, RolloutEngine, SamplingParams, e
 from engine.runtime.generate_arguments import read_call
 from engine.runtime.policy_runtime import PolicyRuntime
 from engine.runtime.rollout_weights import SharedWeights
-from engine.runtime.sharded_model import RENDEZVOUS_TIMEOUT_S
 from engine.runtime.sharded_policy import ShardedPolicy
 
 
@@ -153,7 +152,7 @@ def init_from_launcher() -> tuple[int, int]:
         if torch.cuda.is_available():
             torch.cuda.set_device(_whole_number("LOCAL_RANK", 0) % torch.cuda.device_count())
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        init_process_group(address, _whole_number("RANK", 0), world_size, RENDEZVOUS_TIMEOUT_S)
+        init_process_group(address, _whole_number("RANK", 0), world_size)
     if not dist.is_initialized():
         return 1, 1
     world_size = dist.get_world_size()

@@ -183,12 +183,13 @@ class PolicyRuntime:
             self._engine.close()
 
     def _transferred(self) -> Iterator[tuple[str, Tensor]]:
-        """Full tensors that change in training; of a policy with adapters, these alone."""
+        """Full tensors that change in training; of a model with adapters, the trained ones."""
         if self.sharded.ranks.layout.world_size == 1:
             yield from _transferred_tensors(self.module).items()
             return
+        trained = {name for name, p in self.module.named_parameters() if p.requires_grad}
         adapters = models.has_adapters(self.module)
-        yield from self.sharded.full_tensors((lambda name: ".lora_" in name) if adapters else None)
+        yield from self.sharded.full_tensors(trained.__contains__ if adapters else None)
 
 
 def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -226,13 +227,16 @@ class StartModel:
         return models.open_policy_model(self.path, self.dtype, self.lora, self.seed)
 
     def load_on(self, device: torch.device) -> PreTrainedModel:
-        opened = self.open()
-        model: Any = opened
-        if isinstance(opened, models.UnloadedModel):
-            model = opened.module
-            load_shards(model, opened, device, device)
-        moved: PreTrainedModel = model.to(device)
-        return moved
+        model: PreTrainedModel = load_opened(self.open(), device)
+        return model
+
+
+def load_opened(opened: Any, device: torch.device) -> Any:
+    """A model on `device`; its weights are read if it was not loaded."""
+    if not isinstance(opened, models.UnloadedModel):
+        return opened.to(device)
+    load_shards(opened.module, opened, device, device)
+    return opened.module.to(device)
 
 
 def saved_tokenizer(path: str, model: Any) -> PreTrainedTokenizerBase:

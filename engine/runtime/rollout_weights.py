@@ -133,6 +133,7 @@ class ReshardedWeights(RolloutWeights):
             target = {name: p.data for name, p in self.model.named_parameters()}
         else:
             target = _buffers(own.target_shapes(), dtype, device)
+        self._sharded = sharded
         self._exchange = Exchange(own, local_tensors(module, rename=sharded.full_name), target)
         self.refresh()
         if to.tp > 1:
@@ -140,7 +141,8 @@ class ReshardedWeights(RolloutWeights):
             self.model = TPModelShard(config, target, group, index)
 
     def refresh(self) -> None:
-        self.received_bytes = self._exchange.run().received
+        with self._sharded.on_device():
+            self.received_bytes = self._exchange.run().received
 
     def require_intact(self) -> None:
         self._exchange.require_intact()
@@ -188,7 +190,8 @@ class MergedWeights(RolloutWeights):
         if not shared:
             plan = plan_reshard(stored, target_map).for_rank(rank)
             self._base = _buffers(plan.target_shapes(), first.dtype, first.device)
-            Exchange(plan, own, self._base).run()
+            with sharded.on_device():
+                Exchange(plan, own, self._base).run()
         self._tensors = {
             name: torch.empty_like(tensor) if self._module(name) in self._scales else tensor
             for name, tensor in self._base.items()
@@ -234,7 +237,8 @@ class VllmWeights(RolloutWeights):
         if self._exchange is None:
             self._exchange = self._plan(engine)
         engine.begin_update(version)
-        self.received_bytes = self._exchange.run().received
+        with self._sharded.on_device():
+            self.received_bytes = self._exchange.run().received
         engine.finish_update(version)
 
     def require_intact(self) -> None:

@@ -137,13 +137,12 @@ class _Share:
 
 Metrics = dict[str, MeanAccumulator]
 Loss = Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
-RENDEZVOUS_TIMEOUT_S = 120.0
 
 
 def init_mesh(layout: Layout, rank: int, world_size: int, address: str) -> Ranks:
     """This process's place in `layout`; `address`: where the ranks meet, "host:port"."""
     if layout.world_size > 1 and not dist.is_initialized():
-        init_process_group(address, rank, world_size, RENDEZVOUS_TIMEOUT_S)
+        init_process_group(address, rank, world_size)
     return Ranks.form(layout, process_device().type)
 
 
@@ -191,6 +190,10 @@ class ShardedModel:
             dtype = getattr(torch, name) if name else apply_layout.floating_dtype(self.module)
             width = self.module.config.hidden_size
             self._pipeline = Pipeline(self.module, ranks, width, dtype, self.device)
+        self.offloads = (  # weights are in CPU memory between phases
+            config.offload_params and not config.offload_policy and fsdp.shards_weights(ranks)
+        )
+        self._offloaded = fsdp.OffloadedWeights(self.module) if self.offloads else None
         self._adapters_off = self._packing_checked = False
         self.loss_scale: LossScale | None = None  # the optimizer's, where it has one
 
@@ -199,6 +202,14 @@ class ShardedModel:
         base = copy.copy(self)
         base._adapters_off = True
         return base
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Have the weights on the device in the block, where `offload_params` keeps them away.
+
+        Passes and full tensors do so by themselves. An optimizer step and its passes are in one
+        block: gradients are on the device.
+        """
+        return self._offloaded.on_device() if self._offloaded else nullcontext()
 
     def statistics(self) -> TokenStatistics:
         if self.ranks.size("tp") == 1:
@@ -229,13 +240,14 @@ class ShardedModel:
         """`reader`'s outputs `[B, R, …]` on the CPU; `passes` are row numbers and micro-batches."""
         shape, out = batch["responses"].shape, dict[str, Tensor]()
         micros = self.pad_passes([micro for _, micro in passes], batch)
-        for index, outputs in enumerate(self._outputs(micros, reader)):  # dummies too
-            if index < len(passes):
-                rows, micro = passes[index]
-                for name, value in outputs.items():
-                    if name not in out:
-                        out[name] = torch.zeros((*shape, *value.shape[2:]), dtype=value.dtype)
-                    out[name][rows, : micro["responses"].shape[1]] = value.cpu()
+        with self.on_device():
+            for index, outputs in enumerate(self._outputs(micros, reader)):  # dummies too
+                if index < len(passes):
+                    rows, micro = passes[index]
+                    for name, value in outputs.items():
+                        if name not in out:
+                            out[name] = torch.zeros((*shape, *value.shape[2:]), dtype=value.dtype)
+                        out[name][rows, : micro["responses"].shape[1]] = value.cpu()
         return {name: out[name] if name in out else torch.zeros(shape) for name in reader.names()}
 
     def read(self, batch: Batch, max_tokens: int, reader: OutputReader) -> Outputs:
@@ -369,10 +381,12 @@ class ShardedModel:
         self, wanted: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Every (`wanted`) tensor of the full model; all ranks iterate to the end together."""
-        return gather_full_tensors(self.module, self.ranks, self._tied_copies, wanted)
+        with self.on_device():
+            yield from gather_full_tensors(self.module, self.ranks, self._tied_copies, wanted)
 
     def load_full_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        load_full_tensors(self.module, tensors, self.ranks, self._tied_copies)
+        with self.on_device():
+            load_full_tensors(self.module, tensors, self.ranks, self._tied_copies)
 
     @property
     def _tied_copies(self) -> dict[str, str]:
@@ -489,10 +503,10 @@ class ShardedModel:
 
     @contextmanager
     def _forward_context(self) -> Iterator[None]:
-        """Adapters off, where they are to be; autocast, where FSDP doesn't cast the weights."""
+        """Weights here, adapters off where they are to be; autocast, where FSDP doesn't cast."""
         module: Any = self.module
         adapters = BaseModelView(module).weights() if self._adapters_off else nullcontext()
-        with self._autocast(), adapters:
+        with self.on_device(), self._autocast(), adapters:
             yield
 
     def _autocast(self) -> AbstractContextManager[object]:
@@ -506,13 +520,16 @@ class ShardedModel:
 
 def sharded_optimizer(sharded: ShardedModel, config: OptimConfig, total_steps: int) -> Optimizer:
     """The optimizer of this rank's shard of a model, which gets its loss scale."""
-    optimizer = Optimizer(
-        sharded.module,
-        config,
-        total_steps,
-        ranks=sharded.ranks,
-        offload=sharded.config.offload_optimizer,
-        tied_duplicates=stages.tied_duplicates(sharded.module),
-    )
+    if sharded.config.offload_policy:  # a rank on a GPU may have one thread, and Adam is on the CPU
+        torch.set_num_threads(max(torch.get_num_threads(), sharded.ranks.cores()))
+    with sharded.on_device():
+        optimizer = Optimizer(
+            sharded.module,
+            config,
+            total_steps,
+            ranks=sharded.ranks,
+            offload=sharded.config.offload_optimizer,
+            tied_duplicates=stages.tied_duplicates(sharded.module),
+        )
     sharded.loss_scale = optimizer.loss_scale
     return optimizer

@@ -61,8 +61,12 @@ class ShardedTrainState:
         parts = [part for part in self._local_tensors() if part.name in writes]
         optimizer = self.optimizer.state_dict()
         moments = optimizer.pop("moments")
+        weights = {part.name: part.tensor for part in parts}
+        if self._sharded.offloads:
+            with self._sharded.on_device():
+                weights = {name: tensor.to("cpu", copy=True) for name, tensor in weights.items()}
         return {
-            "model": {part.name: part.tensor for part in parts},
+            "model": weights,
             BOXES: {part.name: part.description() for part in parts},
             "moments": {p.name: moments[p.module_name] for p in parts if p.module_name in moments},
             "optimizer": optimizer,
@@ -87,7 +91,7 @@ class ShardedTrainState:
         state = dict(own.get("optimizer"))
         known = {name: value for name, value in moments.items() if value}
         self.optimizer.load_state_dict(state | {"moments": known})
-        with torch.no_grad():
+        with torch.no_grad(), self._sharded.on_device():
             for part in stored:
                 _fill_weights(part, boxes[part.name])
         self.generator.set_state(own.get("rng", "minibatches").clone())

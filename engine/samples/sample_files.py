@@ -19,7 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from engine.errors import DataError, StorageError
+from engine.errors import DataError, StorageError, first_line
 from engine.storage.filesystem import PATIENT, Files, translated
 
 TRAIN, VALIDATION = "train", "validation"
@@ -135,7 +135,7 @@ class SampleFolder:
         except (pa.ArrowException, ValueError) as error:
             raise DataError(
                 f"{self.uri}/{name.file} is no readable sample of rollouts: "
-                f"{str(error).splitlines()[0]}; remove it"
+                f"{first_line(error)}; remove it"
             ) from error
 
     def remove(self, name: SampleName) -> None:

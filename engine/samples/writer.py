@@ -100,10 +100,7 @@ class Sample:
 
 
 def pick(batch: Batch, step: int, split: str, count: int) -> Sample:
-    """Copy at most `count` rows: whole groups, as far as they fit.
-
-    They are chosen by a digest of their prompt: one that comes again is likely to be there, too.
-    """
+    """Copy at most `count` rows: whole groups, as far as they fit, by a digest of their prompt."""
     groups: list[int] = batch["group_ids"].tolist()
     ranks: dict[int, tuple[bytes, int]] = {}  # by group: digest of its prompt, its first row
     for row, group in enumerate(groups):
@@ -265,8 +262,8 @@ class RolloutLog:
     ) -> None:
         """Write to `folder` (or s3://…); resume from `previous`, an earlier attempt's folder.
 
-        `rows` are the completions of a sample; `every=0` turns it all off. `load_tokenizer` is
-        called in the thread, and so are `on_file` and `on_page`.
+        `rows`: of a sample; `every=0`: none. Its thread calls `load_tokenizer`, `on_file` and
+        `on_page`.
         """
         self.every, self.rows, self.last_step = every, rows, last_step
         self._picked: list[Sample] = []

@@ -57,12 +57,11 @@ def resolve(
 ) -> tuple[Path, Identity]:
     """Return the folder of a model, re-hashed, and what it is known by.
 
-    A registered version is MLflow's own copy, which must be what the version's tags name; an alias
-    is looked up once. A folder, or what an address (s3://…) downloads, must be as its manifest
-    says, where it has one. `scratch`: for downloads. trusted: the public keys (hex) by one of
-    which its manifest, and so what it names as parents, must be signed; None: it need not be.
-    Raises LineageError for other content, TrackingError, StorageError, and ModelError for a folder
-    without a model.
+    A registered version is MLflow's own copy, which must be what the version's tags name. A folder,
+    or what an address (s3://…) downloads, must be as its manifest says, where it has one.
+    `scratch`: for downloads. trusted: the public keys (hex) by one of which its manifest must be
+    signed; None: it need not be. Raises LineageError for other content, TrackingError,
+    StorageError, and ModelError for a folder without a model.
     """
     if is_reference(reference):
         tracker = open_registry()
@@ -88,7 +87,4 @@ def resolve(
 
 def _require_model(folder: Path, reference: str) -> None:
     if not any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
-        raise ModelError(
-            f"{reference} has no config.json; give a model's folder, models:/NAME@ALIAS or "
-            "models:/NAME/VERSION"
-        )
+        raise ModelError(f"{reference} has no config.json; give a model's folder or version")

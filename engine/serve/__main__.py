@@ -1,8 +1,4 @@
-"""`python -m engine.serve MODEL`: an OpenAI-compatible endpoint of a checked model.
-
-Exit status: 0 after --dry-run alone, as it serves until it is stopped; 1, not started, or the
-server ended, with one sentence that says why; 2, wrong usage; 130 after Ctrl-C, 143 after SIGTERM.
-"""
+"""`python -m engine.serve MODEL`: an OpenAI-compatible endpoint of a checked model."""
 
 from __future__ import annotations
 
@@ -32,7 +28,6 @@ _SIGNALS_S = 1.0  # a signal that comes just before a wait is handled after it: 
 
 @command_line(left="the server has stopped")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = _parser()
     split = words.index("--") if "--" in words else len(words)
@@ -186,15 +181,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _limits(options: argparse.Namespace) -> ServerLimits:
-    """The limits that are given; ConfigError for a value out of its bounds."""
     given = {name: getattr(options, name) for name in ServerLimits.model_fields}
     try:
         return ServerLimits(**{name: value for name, value in given.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(
-            f"--{str(first['loc'][0]).replace('_', '-')} {first['input']}: {first['msg']}"
-        ) from None
+        option = str(first["loc"][0]).replace("_", "-")
+        raise ConfigError(f"--{option} {first['input']}: {first['msg']}") from None
 
 
 if __name__ == "__main__":

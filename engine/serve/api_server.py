@@ -196,11 +196,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 def _described(error: Exception) -> tuple[str, int]:
     if isinstance(error, TimeoutError):
-        return (
-            "the answer took longer than --request-timeout; ask for fewer tokens, or when fewer "
-            "others ask",
-            504,
-        )
+        return "the answer took longer than --request-timeout; ask for fewer tokens, or later", 504
     if isinstance(error, EngineError):
         return str(error), getattr(error, "status", 500)
     return "the server failed at this request; its log says why", 500

@@ -1,11 +1,10 @@
 """Decodes for many clients at once, so that none waits long for the others.
 
-Requests that draw tokens in the same way share a stream of the engine (continuous batching); one
-with a seed of its own has a stream to itself, so that it gives the same tokens whoever else asks.
-`SEQUENCES` run at once. A free place goes to the request with the fewest, and a request without any
-takes one from the request with the most, whose tokens are kept and continued later. Of several
-streams, every other step is one of the request that has had the fewest steps (least attained
-service, which favours short requests); the others go round, so that long ones go on too.
+Requests that draw tokens in the same way share a stream of the engine; one with a seed of its own
+has a stream to itself, so that it gives the same tokens whoever else asks. A free place goes to the
+request with the fewest sequences, and a request without any takes one from the request with the
+most, whose tokens are kept and continued later. Of several streams, every other step is one of the
+request that has had the fewest steps (least attained service); the others go round.
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ LogProbs = dict[str, dict[str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A completion that ended."""
-
     index: int  # of its choice: prompt · n + completion
     token_ids: list[int]
     finish_reason: str  # "stop" or "length"
@@ -84,13 +81,11 @@ class Job:
         return max(_COLUMNS, 1 << (self.params.max_new_tokens - 1).bit_length())
 
     def take(self) -> _Sequence:
-        """Take the next sequence that waits."""
         self.waiting -= 1
         self.running += 1
         return next(self._rest)
 
     def put_back(self, sequence: _Sequence) -> None:
-        """Let a sequence wait that was taken."""
         self.waiting += 1
         self._rest = chain([sequence], self._rest)
 
@@ -133,13 +128,7 @@ class _Lane:
 
 
 class FairDecoder:
-    """Decodes jobs in a thread until it is closed.
-
-    >>> decoder = FairDecoder(engine, model)
-    >>> decoder.submit(Job([[5, 6, 7]], SamplingParams(max_new_tokens=8), [8], False, print))
-    Decoded(index=0, token_ids=[9, 4, 2], finish_reason='stop')
-    None
-    """
+    """Decodes jobs in a thread until it is closed."""
 
     def __init__(self, engine: RolloutEngine, model: PreTrainedModel | None = None) -> None:
         """Decode with `engine`; log-probs of prompts are those of `model`, which is its model."""
@@ -214,12 +203,8 @@ class FairDecoder:
             tokens -= len(prompt) + (len(begun.completions[0].token_ids) if begun else 0)
 
     def _open_lane(self, job: Job) -> _Lane:
-        params = replace(
-            job.params,
-            n=1,
-            max_new_tokens=job.columns,
-            seed=job.params.seed if job.has_seed else 0,
-        )
+        seed = job.params.seed if job.has_seed else 0
+        params = replace(job.params, n=1, max_new_tokens=job.columns, seed=seed)
         return _Lane(open_stream(self._engine, params, max_num_seqs=SEQUENCES))
 
     def _make_room(self) -> None:

@@ -110,7 +110,6 @@ class NativeBackend:
         return Accepted(prompt_tokens, answers, log_probs, partial(setattr, job, "cancelled", True))
 
     def close(self) -> None:
-        """Decode nothing more."""
         self._decoder.close()
 
     async def _answers(

@@ -37,7 +37,6 @@ _ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
 def is_installed() -> bool:
-    """Tell whether vLLM can be started here."""
     return importlib.util.find_spec("vllm") is not None
 
 
@@ -62,8 +61,7 @@ def vllm_server(
     """Start vLLM's server for a model's folder; give its process and address once it answers.
 
     `options` are passed on to vLLM. The process ends with the block, and with this one. Raises
-    ConfigError where vLLM is not installed, RolloutError with the end of its log for a server that
-    does not come up or can't answer.
+    ConfigError where vLLM is not installed, RolloutError, with the end of its log, for no answer.
     """
     require_vllm()
     host, port = address
@@ -89,10 +87,7 @@ def vllm_server(
     try:
         url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         if problem := _await_answer(process, url, identity.name, start_timeout):
-            raise RolloutError(
-                f"vLLM's server {problem}: {log_end(scratch)}; options of vLLM's go behind --, and "
-                "--engine native needs none"
-            )
+            raise RolloutError(f"vLLM's server {problem}: {log_end(scratch)}; options go behind --")
         yield process, url
     finally:
         _stop(process)
@@ -148,7 +143,6 @@ def _has_gpu() -> bool:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server with all its own processes."""
     with contextlib.suppress(ProcessLookupError):
         process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -38,7 +38,7 @@ from engine.data.incremental_data import (
 from engine.data.prepare import CARD, SplitCard, card_html, card_markdown
 from engine.data.sources import SPLITS, Splits
 from engine.data.tokenizer import train_tokenizer
-from engine.errors import ConfigError, DataError, LineageError, TrackingError
+from engine.errors import ConfigError, DataError, LineageError, TrackingError, first_line
 from engine.models import check_context, vocabulary_and_context
 from engine.runtime.policy_runtime import open_tokenizer
 from engine.stages import plan
@@ -140,7 +140,7 @@ def write_split(frame: pd.DataFrame, path: Path) -> None:
         fields = [field.with_type(text.get(field.type, field.type)) for field in table.schema]
         pq.write_table(table.cast(pa.schema(fields)), path)
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
-        words = str(error).splitlines()[0]
+        words = first_line(error)
         raise DataError(
             f"{path.stem} can't be written as Parquet ({words}); give each column, and each field "
             "of its dictionaries, values of one type in all rows"

@@ -316,7 +316,9 @@ def check_inputs(config: PipelineConfig) -> tuple[str, int]:
         require_model_folder(path)
         profiles.check_model_layouts(config)
         start_digest, context = model_digest(path), vocabulary_and_context(path)[1]
-    Tracker(experiment=config.tracking.experiment).check()
+    tracker = Tracker(experiment=config.tracking.experiment)
+    if not host().dry_run or tracker.database is None:  # whose check would make the file
+        tracker.check()
     return start_digest, context
 
 

@@ -7,6 +7,7 @@ A plan reads the input `profile` once (`read_profile`) and fills in the settings
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -218,23 +219,26 @@ def _sizes(config: PipelineConfig, parallel: ParallelConfig, *, has_gpus: bool) 
 
 def rl_estimate(config: PipelineConfig, profile: Profile) -> Iterator[str]:
     """Yield lines about the memory, time and cost of RL on these machines."""
+    from engine.models.loading import new_model_config
     from engine.parallel.layout import Layout
     from engine.trainers import auto_placement
 
     rl, steps, price = config.rl, config.rl.trainer.total_training_steps, config.tracking
-    if not config.model.path:
-        yield "estimate  none: the model is made from scratch, and its vocabulary of the data"
-        return
     ranks = Layout.of(rl.actor.parallel).world_size
     machines = ranks, min(ranks, profile.gpus or ranks), profile.accelerator
-    try:
-        work = auto_placement.workload(
-            rl, **_sizes(config, rl.actor.parallel, has_gpus=profile.gpus > 0)
-        )
-    except ConfigError as error:
-        yield f"estimate  none: {error}"
-        return
-    estimate = auto_placement.step_estimate(work, auto_placement.rl_candidate(rl), *machines)
+    with tempfile.TemporaryDirectory() as folder:
+        if not config.model.path:  # the data may need fewer tokens
+            new_model_config(config.model, config.data.vocab_size).save_pretrained(folder)
+            config = changed(config, "model.path", folder)
+        try:
+            work = auto_placement.workload(
+                rl, **_sizes(config, rl.actor.parallel, has_gpus=profile.gpus > 0)
+            )
+        except ConfigError as error:
+            yield f"estimate  none: {error}"
+            return
+    candidate, fixed = auto_placement.rl_candidate(rl), auto_placement.fixed_settings(rl)
+    estimate = auto_placement.step_estimate(work, candidate, *machines, fixed)
     hours = steps * estimate.seconds / 3600
     yield f"estimate  of RL on {ranks} × {profile.accelerator or 'CPU'}, every row at its longest"
     yield from estimate.lines
@@ -337,8 +341,9 @@ def _rl_on_gpus(rl: RLConfig, profile: Profile) -> RLConfig:
             "rollout processes need GPUs of their own (rl.trainer.pools)"
         )
         return rl
-    if parallel == ONE_RANK:
-        rl = changed(rl, "actor.parallel", profile.layout)
+    if parallel == ONE_RANK:  # what fits is chosen where the GPUs are
+        layout = profile.parallel or changed(profile.layout, "activation_checkpointing", None)
+        rl = changed(rl, "actor.parallel", layout)
     _check_size("rl.actor.parallel", rl.actor.parallel, profile)
     return rl if rl.trainer.pools else changed(rl, "trainer.pools", _pools(rl, profile))
 

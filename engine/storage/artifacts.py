@@ -1,12 +1,11 @@
 """Artifact folders and their manifests: written whole or not at all, named by content.
 
 `home()/artifacts/<kind>/<16 hex digits>/` holds published artifacts and copies of those in the
-shared store, where an artifact is complete by its manifest, which is written last. `.staging/`
-holds those being written, `.cache/` copies of other addresses.
+shared store, `.staging/` those being written, `.cache/` copies of other addresses.
 
-A manifest names its parents by the digest of their content and by that of their manifest.json, so
-an edit of a manifest's own words shows in its children. The tip of a chain has no child: its
-manifest's digest is the tag `manifest_digest` of the version in the model registry.
+A manifest, which is written last, names its parents by the digest of their content and by that of
+their manifest.json, so an edit of a manifest's own words shows in its children, or in the tag
+`manifest_digest` of a model's version.
 """
 
 from __future__ import annotations
@@ -102,10 +101,7 @@ class Manifest(Draft):
         return json.dumps(values, sort_keys=True).encode()
 
     def signature_fault(self, trusted: Collection[str] | None) -> str:
-        """Say what is wrong with its signature; empty where nothing is.
-
-        trusted: the public keys (hex) that count; None: it need not be signed.
-        """
+        """Say what its signature's fault is, or "". trusted: keys (hex); None: unsigned will do."""
         name = f"{self.kind} {self.digest[:12]}"
         if self.signed is None:
             if trusted is None:
@@ -217,16 +213,13 @@ def differences(folder: str | Path, manifest: Manifest) -> list[str]:
     if faults:
         return faults
     try:
-        computed = {
-            "digest": digests.content_digest(present),
-            "config_digest": json_digest(manifest.config),
-        }
+        content, config = digests.content_digest(present), json_digest(manifest.config)
     except ValueError:
         return [f"{folder}/{MANIFEST}: config is not JSON; the manifest was edited"]
     return [
         f"{folder}/{MANIFEST}: {label} is {recorded[:12]} where its content gives {digest[:12]}; "
         "the manifest was edited"
-        for label, digest in computed.items()
+        for label, digest in (("digest", content), ("config_digest", config))
         if digest != (recorded := getattr(manifest, label))
     ]
 
@@ -236,10 +229,7 @@ RERUN_HINT = "run again with --overwrite-cache (or `make clean-cache`)"
 
 @contextlib.contextmanager
 def staging(kind: str) -> Iterator[Path]:
-    """Yield a fresh folder for an artifact, which `publish` moves away; what is left is removed.
-
-    A full disk is a StorageError, whichever library met it.
-    """
+    """Yield a fresh folder for `publish`; what is left is removed. StorageError for a full disk."""
     root = filesystem.home() / ".staging"
     folder = root / f"{kind}-{_owner()}-{uuid.uuid4().hex[:8]}"
     with _writing(folder):
@@ -259,9 +249,9 @@ def staging(kind: str) -> Iterator[Path]:
 def publish(folder: str | Path, draft: Draft) -> Path:
     """Write the manifest of a staged folder and move it to its place; return that place.
 
-    An equal artifact that is there already is kept when it is whole. Of equal content that was made
-    from something else, this one gets a name with a suffix. Where there is a shared store, it goes
-    there as well. Raises StorageError for an empty folder or when disk or store refuses.
+    An equal and whole artifact there is kept; where equal content was made from something else,
+    this one's name gets a suffix. It goes to the shared store as well. Raises StorageError for an
+    empty folder or when disk or store refuses.
     """
     folder = Path(folder)
     if not any(path.is_file() for path in folder.rglob("*")):
@@ -278,9 +268,8 @@ def publish(folder: str | Path, draft: Draft) -> Path:
 def share(folder: str | Path) -> str:
     """Put a published artifact into the shared store; return the address that children name.
 
-    Its path where there is no store, or it is no artifact of this machine's. The manifest is sent
-    last. An equal artifact there keeps its manifest, which becomes this machine's. Raises
-    StorageError when S3 refuses, or another artifact is there.
+    Its path where there is no store, or it is no artifact of this machine's. An equal artifact
+    there keeps its manifest, which becomes this machine's. StorageError when another is there.
     """
     folder, uri = Path(folder), filesystem.shared_address(folder)
     if uri == str(folder):
@@ -344,8 +333,7 @@ def _download(uri: str) -> Path:
                 manifest = files.read(MANIFEST)
             if manifest is None and filesystem.is_artifact_address(uri):
                 raise StorageError(
-                    f"artifact {uri} was deleted or never written whole; {RERUN_HINT}, which "
-                    "uploads what is missing"
+                    f"artifact {uri} was deleted or never written whole; {RERUN_HINT}"
                 )
             if manifest is not None and _is_copy(target, manifest):
                 return target
@@ -372,7 +360,6 @@ def _download(uri: str) -> Path:
 
 
 def _is_equal(target: Path, draft: Path, manifest: bytes | None) -> bool:
-    """Tell whether `target` has the content that was downloaded to `draft`."""
     if manifest is not None:
         return _is_copy(target, manifest)
     with contextlib.suppress(LineageError, OSError):
@@ -471,7 +458,6 @@ def _writing(path: Path) -> Iterator[None]:
 
 
 def _unwritable(error: Exception, path: Path) -> StorageError:
-    """Return the error of a failed write: a sentence with the path and the way out."""
     where = getattr(error, "filename", None) or path
     what = getattr(error, "strerror", None) or str(error) or type(error).__name__
     if _says_disk_full(error):

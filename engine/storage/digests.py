@@ -22,8 +22,6 @@ READERS = 8  # files of one remote folder hashed at once
 
 
 class FileEntry(BaseModel):
-    """Size and digest of one file."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     size: int = Field(ge=0, description="Bytes, e.g. 5242880")
@@ -68,8 +66,7 @@ def hash_file(path: str | Path) -> str:
 def hash_files(folder: str | Path) -> dict[str, FileEntry]:
     """Hash every file below `folder` but its manifest, in the order of their paths.
 
-    Raises LineageError for a folder that is missing, unreadable or holds a link, StorageError when
-    a store doesn't answer.
+    Raises LineageError for one that is missing, unreadable or holds a link, else StorageError.
     """
     if is_remote(folder):
         address = str(folder).rstrip("/")
@@ -131,10 +128,7 @@ def project_root() -> Path:
 
 
 def sources_digest(root: str | Path | None = None) -> str:
-    """SHA-256 (hex) of this project's sources or those under engine/, tasks/, examples/ of `root`.
-
-    It depends on names below `root` and on bytes alone.
-    """
+    """SHA-256 (hex) of this project's sources, or those in engine/, tasks/, examples/ of `root`."""
     if root is None:
         return _project_digest()
     base = Path(root)
@@ -154,10 +148,7 @@ def _project_digest() -> str:
 
 
 def modules_digest(names: Iterable[str]) -> str:
-    """SHA-256 (hex) of the files that other people's modules come from; empty without any.
-
-    Nothing is imported, and modules that aren't found are left out.
-    """
+    """SHA-256 (hex) of the files of other people's modules, as far as found; empty without any."""
     lines = []
     for root in sorted({name.partition(".")[0] for name in names} - set(PACKAGES)):
         try:

@@ -24,7 +24,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 
-from engine.errors import ConfigError, EngineError, ModelError, StorageError
+from engine.errors import ConfigError, EngineError, ModelError, StorageError, first_line
 
 
 def write_atomically(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
@@ -76,7 +76,6 @@ def fsync(path: Path) -> None:
 
 
 def process_is_alive(pid: int) -> bool:
-    """Tell whether a process of this machine still runs."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):  # no process has a number that large
@@ -119,8 +118,7 @@ def shared_store() -> str:
     if root and not re.fullmatch(r"s3://[^/\s:@]+(/[^/\s]+)*", root):
         raise ConfigError(
             f"{STORE_VARIABLE}={root!r} is no address in S3; set it to s3://bucket/prefix, with "
-            "credentials in AWS's own variables, or unset it to keep artifacts in "
-            f"{HOME_VARIABLE} alone"
+            f"credentials in AWS's own variables, or unset it to keep artifacts in {HOME_VARIABLE}"
         )
     return root
 
@@ -160,10 +158,7 @@ def is_hub_id(path: str | Path) -> bool:
 
 
 def require_model_name(path: str | Path, setting: str = "model.path") -> None:
-    """Raise ModelError for a value that is neither a folder here nor looks like a hub id.
-
-    transformers would ask the hub for a missing folder, for a minute.
-    """
+    """Raise ModelError for a value that is neither a folder here nor looks like a hub id."""
     if not Path(path).exists() and not is_hub_id(path):
         raise ModelError(
             f"{setting}={str(path)!r} does not exist; give a folder written by save_pretrained, "
@@ -172,11 +167,7 @@ def require_model_name(path: str | Path, setting: str = "model.path") -> None:
 
 
 def split_revision(path: str | Path) -> tuple[str, str | None]:
-    """A hub id and its revision, None for the newest; a folder's path as it is.
-
-    >>> split_revision("Qwen/Qwen2.5-0.5B@main")
-    ('Qwen/Qwen2.5-0.5B', 'main')
-    """
+    """A hub id `owner/name@revision` in two, None for the newest; a folder's path as it is."""
     if not is_hub_id(path):
         return str(path), None
     name, _, revision = str(path).partition("@")
@@ -184,10 +175,7 @@ def split_revision(path: str | Path) -> tuple[str, str | None]:
 
 
 def pin_revision(path: str, setting: str = "model.path") -> str:
-    """A hub id with the commit that it means now, `owner/name@commit`; a folder as it is.
-
-    Without the hub, that in its local cache. Raises ModelError where neither has it.
-    """
+    """A hub id with its present commit, by the hub or its cache, or ModelError; a folder as is."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import HFValidationError, HTTPError
 
@@ -221,15 +209,14 @@ def hub_folder(hub_id: str, setting: str = "model.path") -> Path:
     name, revision = split_revision(hub_id)
     files = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
     try:
-        folder = snapshot_download(
-            name, revision=revision, allow_patterns=files, etag_timeout=SECONDS
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=files, etag_timeout=SECONDS)
         )
     except (OSError, ValueError, HTTPError) as error:
         raise ModelError(
             f"{setting}={hub_id!r} is no folder here and can't be downloaded from the hub "
             f"({loading_error(error)}); check the name and the network, or give a folder"
         ) from error
-    return Path(folder)
 
 
 def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None:
@@ -247,19 +234,15 @@ def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None
     if isinstance(config, dict) and config.get("auto_map"):
         raise ModelError(
             f"{setting}=true, and {path} brings Python code ({sorted(config['auto_map'])}), which "
-            "is never run here; give a model that transformers has a class for, or set it to "
-            "false where it has one for this one, too"
+            "is never run here; set it to false where transformers has a class for this model"
         )
 
 
 def loading_error(error: Exception) -> str:
     """transformers' reason why a folder or hub id can't be loaded, in one line."""
-    text = str(error).strip() or type(error).__name__
-    if "trust_remote_code" in text:
-        return (
-            "it needs code of its own, which is never run; give a model transformers loads itself"
-        )
-    return text.splitlines()[0]
+    if "trust_remote_code" in str(error):
+        return "it needs code of its own, which is never run; give a model that loads by itself"
+    return first_line(error)
 
 
 T = TypeVar("T")
@@ -428,7 +411,6 @@ def is_remote(address: str | Path) -> bool:
 
 
 def as_path(address: str | Path) -> Path:
-    """Return the path of a local address, file:// or plain."""
     return Path(str(address).removeprefix("file://")).expanduser()
 
 
@@ -450,10 +432,7 @@ def translated(
     action: str = "read",
     keep: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn what a file system raises into one sentence; errors in `keep` stay as they are.
-
-    A store that doesn't answer is a StorageError, what it refuses is `refused`.
-    """
+    """Raise what a file system raises as `refused`, or StorageError for no answer; not `keep`."""
     try:
         yield
     except EngineError:
@@ -487,8 +466,7 @@ def error_code(error: BaseException | None) -> str:
 
 def error_text(error: BaseException) -> str:
     """Return the first line of what went wrong."""
-    text = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
-    return str(text).splitlines()[0].rstrip(".")
+    return str(getattr(error, "strerror", None) or first_line(error)).rstrip(".")
 
 
 def _response(error: BaseException | None) -> dict[str, Any]:

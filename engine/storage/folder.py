@@ -106,7 +106,6 @@ class Folder:
         return True
 
     def remove_file(self, name: str) -> None:
-        """Delete one file, if it is there."""
         files = self.files
         with self._writing(name), contextlib.suppress(FileNotFoundError):
             files.request(lambda: files.fs.rm_file(files.path_of(name)))
@@ -114,7 +113,6 @@ class Folder:
                 filesystem.fsync(Path(self.path))
 
     def remove(self) -> None:
-        """Delete the folder with all that is in it."""
         files = self.files
         with self._writing(""), contextlib.suppress(FileNotFoundError):
             if self.is_local:
@@ -135,9 +133,7 @@ class Folder:
             what = f"{where} can't be read: {filesystem.error_text(error)}"
             if self.is_local:
                 raise DamagedCheckpointError(what) from error
-            raise CheckpointStorageError(
-                f"{what}; {filesystem.CHECK_S3}, and start again"
-            ) from error
+            raise CheckpointStorageError(f"{what}; {filesystem.CHECK_S3}; start again") from error
 
     @contextlib.contextmanager
     def _writing(self, name: str) -> Iterator[None]:

@@ -1,7 +1,4 @@
-"""Rows of JSON: one object a line, or one array of objects. Refused where nothing could write them.
-
-What can't be written again as UTF-8, as JSON and to Parquet is refused by its line or row.
-"""
+"""Rows of JSON, one object a line or in one array, that Parquet and UTF-8 can hold, too."""
 
 from __future__ import annotations
 
@@ -49,18 +46,14 @@ def json_array(file: BinaryIO, name: str) -> Iterator[Numbered]:
     data = file.read(LARGEST_ARRAY + 1)
     if len(data) > LARGEST_ARRAY:
         raise DataError(
-            f"{name} is over {LARGEST_ARRAY >> 30} GiB, too much for one JSON array; write it as "
-            ".jsonl, an object a line"
+            f"{name} is over {LARGEST_ARRAY >> 30} GiB, too much for one JSON array; write .jsonl"
         )
     rows = _loads(data, name)
     if isinstance(rows, dict):
         lists = [value for value in rows.values() if isinstance(value, list)]
         rows = lists[0] if len(lists) == 1 else None
     if not isinstance(rows, list):
-        raise DataError(
-            f"{name} is no array of objects, and no object with one; write [{{…}}, {{…}}], or "
-            ".jsonl with an object a line"
-        )
+        raise DataError(f"{name} is no array of objects, and no object with one; write .jsonl")
     for number, row in enumerate(rows, start=1):
         where = f"{name}, row {number}"
         try:
@@ -101,7 +94,6 @@ def _checked(row: object, where: str, deep: bool, lone: bool) -> Row:
 
 
 def _is_too_deep(value: Any) -> bool:
-    """Tell whether lists and objects lie more than `DEEPEST` levels in each other."""
     level = [value]
     for _ in range(DEEPEST):
         level = [v for v in level if isinstance(v, list | dict)]

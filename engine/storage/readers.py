@@ -1,7 +1,6 @@
 """Rows of JSON, CSV and Parquet files, local or remote, with errors that name file and line.
 
-A row that can't be read costs itself alone. JSON text is parsed in `json_rows`. What the columns
-mean is for the data sources and `engine.data.contract` to say.
+A row that can't be read costs itself alone. What columns mean is for `engine.data.contract` to say.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ def csv_rows(file: BinaryIO, name: str, delimiter: str) -> Iterator[json_rows.Nu
     if not json_rows.is_utf8("".join(header)):
         raise DataError(f"{name}: its header is not UTF-8; write the file in that encoding")
     if len(set(header)) < len(header) or not all(cell.strip() for cell in header):
-        raise DataError(
-            f"{name}: the header {header!r:.200} must name each column once; write one as the "
-            "first line"
-        )
+        raise DataError(f"{name}: the header {header!r:.200} must name each column once")
     for number in count(1):
         fault = ""
         try:
@@ -125,14 +121,11 @@ def file_format(name: str) -> str:
     path = PurePosixPath(name.lower())
     suffix = PurePosixPath(path.stem).suffix if path.suffix == PACKED else path.suffix
     if suffix not in SUFFIXES or (path.suffix == PACKED and suffix == ".parquet"):
-        raise DataError(
-            f"{name}: can't read {path.suffix or 'a file without suffix'}; give {_CHOICES}"
-        )
+        raise DataError(f"{name}: can't read {path.suffix or 'such a file'}; give {_CHOICES}")
     return suffix
 
 
 def is_data_file(name: str) -> bool:
-    """Tell whether a file's name says that it holds rows."""
     try:
         return not name.rpartition("/")[2].startswith((".", "_")) and bool(file_format(name))
     except DataError:

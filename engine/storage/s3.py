@@ -2,9 +2,8 @@
 
 Each request has a deadline, is repeated alone, and is checked by S3 with SHA-256. s3fs makes the
 requests and not the uploads: its own (2026.9) send parts without SHA-256, repeat or time out whole
-files, take a completion whose answer was lost for a failure, and write from files or whole buffers,
-where a checkpoint is a stream. boto3's would send checksums as trailers, which not all stores know.
-What makes a folder complete is for callers to write last and read first.
+files, and take a completion whose answer was lost for a failure. boto3's would send checksums as
+trailers, which not all stores know.
 """
 
 from __future__ import annotations
@@ -52,7 +51,6 @@ class Objects(filesystem.Files):
             return self.read_range(name, start, end)
 
     def sizes(self) -> dict[str, int]:
-        """Return the size in bytes of each object below the address, by name."""
         with self._translated("listed"):
             return super().sizes()
 
@@ -268,8 +266,7 @@ def _split(chunks: Iterable[bytes | memoryview], length: int) -> Iterator[bytear
 def upload(folder: Path, uri: str, files: Mapping[str, FileEntry], label: str = "upload") -> int:
     """Send the files of `folder` to `uri` that are not there yet; return their size in bytes.
 
-    A file appears there whole or not at all. Raises StorageError when S3 refuses all attempts, or
-    a file is not as `files` says.
+    Raises StorageError when S3 refuses all attempts, or a file is not as `files` says.
     """
     objects = Objects(uri)
     require_inside(files, uri, StorageError)

@@ -2,7 +2,7 @@
 
 A process signs with the private key in `$HYBRIDFLYTE_SIGNING_KEY`, a PEM text or the path of a file
 with one. Public keys are 64 hex digits; those that count are in `$HYBRIDFLYTE_PUBLIC_KEYS` and in
-`lineage.public_keys`. What a manifest's signature covers is `storage.artifacts`' to say.
+`lineage.public_keys`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ PUBLIC_KEY = r"^[0-9a-f]{64}$"
 
 
 class Signature(BaseModel):
-    """A signature and the public key that it is checked by."""
-
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     key: str = Field(pattern=PUBLIC_KEY, description="Public key, hex")
@@ -76,14 +74,12 @@ def signing_key() -> Ed25519PrivateKey | None:
         ) from None
     if not isinstance(key, Ed25519PrivateKey):
         raise ConfigError(
-            f"{SIGNING_VARIABLE} holds a key that is not Ed25519; make one by "
-            "python -m engine.lineage keygen FILE"
+            f"{SIGNING_VARIABLE} is not Ed25519; python -m engine.lineage keygen FILE makes a key"
         )
     return key
 
 
 def public_key(key: Ed25519PrivateKey) -> str:
-    """Return the public key (hex) of a private one."""
     return key.public_key().public_bytes_raw().hex()
 
 
@@ -97,9 +93,7 @@ def new_key(path: Path) -> str:
 
     key = Ed25519PrivateKey.generate()
     pem = key.private_bytes(
-        serialization.Encoding.PEM,
-        serialization.PrivateFormat.PKCS8,
-        serialization.NoEncryption(),
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
     flags, way_out = os.O_WRONLY | os.O_CREAT | os.O_EXCL, "name a file that is not there"
     with writing(path, way_out), open(os.open(path, flags, 0o600), "wb") as file:

@@ -1,9 +1,8 @@
 """A model's safetensors files: read slice by slice, written a few tensors at a time.
 
-A file of Mixtral, Qwen2-MoE or Qwen3-MoE has three matrices an expert, by names that vLLM and TGI
-know too; a transformers module has two tensors for all of a layer's experts, `gate_up_proj`
-[E, 2·I, H], the gate's rows above, and `down_proj` [E, H, I]. `stack_experts` and `file_tensors`
-translate. Which tensor is which parameter is for `engine.models` to say.
+A file of Mixtral, Qwen2-MoE or Qwen3-MoE has three matrices an expert; a transformers module has
+two tensors for all of a layer's experts, `gate_up_proj` [E, 2·I, H], the gate's rows above, and
+`down_proj` [E, H, I]. `stack_experts` and `file_tensors` translate.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def open_metric_logs(
     """Yield those of the logs `file`, `tensorboard` and `wandb` that are named, for the block.
 
     `keep`: new lines follow those in the file. `below`: where in $TENSORBOARD_DIR, if set. Raises
-    StorageError where the file can't be written, TrackingError where a tracker can't be reached.
+    StorageError for a file that can't be written, TrackingError for a tracker out of reach.
     """
     logs, status = MetricLogs(), "FAILED"
     try:

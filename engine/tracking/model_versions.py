@@ -226,10 +226,7 @@ def require_tagged_content(folder: Path, version: ModelVersion) -> None:
 
 
 def copy_faults(copy: str | Path, version: ModelVersion) -> list[str]:
-    """Re-hash a version's files at a path or address; return a sentence for each difference.
-
-    They are held against their manifest, if any, and against the version's tags, if it has some.
-    """
+    """Re-hash a version's files; return a sentence for each difference from manifest and tags."""
     what = f"MLflow's copy of {version.name} version {version.version}"
     try:
         facts, faults = _facts(copy)
@@ -269,8 +266,8 @@ def all_pages(search: Callable[[str | None], PagedList[T]]) -> Iterator[T]:
 def intact_copy(registry: ModelRegistry, version: ModelVersion, scratch: Path) -> Path:
     """Return a folder with a version's files, re-hashed: MLflow's own, or a download in `scratch`.
 
-    Raises LineageError for other content than the version's tags name and for a version without
-    tags, and TrackingError where MLflow doesn't answer.
+    Raises LineageError for a version without tags or with other content than they name, and
+    TrackingError where MLflow doesn't answer.
     """
     if not version.tags.get(ARTIFACT_TAG):
         raise LineageError(

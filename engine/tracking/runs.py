@@ -1,14 +1,12 @@
 """MLflow runs: one parent run a pipeline, and one nested run a stage.
 
 Retries: a stage is known by its parent run, its name and an attempt key. When it is opened again (a
-Flyte retry, a pre-empted attempt), the runs of earlier attempts are moved to MLflow's trash and a
-new one begins, so that each step's metrics are there once, and a lost attempt that is still alive
-can't write any more. A parent run with a key is opened again instead. A run that holds the files of
-a registered version stays: `mlflow gc` would delete them with it.
+Flyte retry), the runs of earlier attempts are moved to MLflow's trash and a new one begins, so that
+each step's metrics are there once, and a lost attempt can't write any more. A run that holds the
+files of a registered version stays: `mlflow gc` would delete them with it.
 
-A command line's run (`main_ppo` and others) has no parent, and is opened again by its id when its
-checkpoints are resumed. MLflow can't take back a point, so a step that is done again keeps the
-values that it had.
+A command line's run has no parent, and is opened again by its id when its checkpoints are resumed.
+MLflow can't take back a point, so a step that is done again keeps the values that it had.
 """
 
 from __future__ import annotations

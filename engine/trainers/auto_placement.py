@@ -7,13 +7,12 @@ take, and the dtype of the models.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel
 from transformers import PretrainedConfig
 
 from engine import planner
@@ -23,13 +22,14 @@ from engine.config.training import OfflineConfig
 from engine.console import say
 from engine.controller.placement import Pool, require_capacity
 from engine.dataflows import choose_dataflow
-from engine.errors import ConfigError, EngineError, PlacementError
+from engine.errors import ConfigError, EngineError, PlacementError, first_line
+from engine.kernels import liger
 from engine.models import MIXTURES, resolve_dtype, text_config
 from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import AXES, Experts, Layout, ModelShape
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
-from engine.planner.layout_search import PricedCandidate
-from engine.planner.memory import Memory, estimate, usable_bytes
+from engine.planner.layout_search import BUDGET, PricedCandidate
+from engine.planner.memory import Memory, estimate
 from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers import run_spec
@@ -37,7 +37,7 @@ from engine.trainers.layout_checks import check_layouts
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MEMORY_OPTIONS = ("offload_params", "activation_checkpointing", "offload_optimizer")
+_MEMORY_OPTIONS = ("offload_policy", "activation_checkpointing", "offload_optimizer")
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
@@ -92,10 +92,13 @@ def workload(
         kv_cache=(rollout.kv_cache_memory_mb or 0) << 20,
         memory_share=engine.memory_share,
         stays_awake=engine.stays_awake,
+        sleeps=engine.loads_shards and not engine.stays_awake,
+        fused=kind in ROLLOUT_FAMILIES and torch.cuda.is_available() and liger.is_installed(),
         samplers=run_spec.sampler_count(trainer),
         sampler_bytes=_DTYPES[rollout.dtype] or stored,
         families=in_family,
-        decodes_shards=kind in ROLLOUT_FAMILIES and not lora.rank,
+        decodes_shards=(kind in ROLLOUT_FAMILIES or engine.loads_shards)
+        and not (lora.rank or engine.own_processes),
         cuts_sequences=in_family and not getattr(model_config, "sliding_window", None),
         runs_ahead=run_spec.rollout_source(trainer).off_policy,
     )
@@ -155,12 +158,66 @@ def resolve_auto(config: RLConfig, lora: LoRAConfig, **model: Any) -> RLConfig:
     PlacementError where none fits.
     """
     if config.trainer.placement != "auto":
-        return config
+        return _fit_memory(config, lora, **model)
     work = workload(config, lora=lora, **model)
     plan = plan_for(config, work, planner.read_cluster(gpu_kinds(config)), lora)
     say(planner.explain(plan))
     chosen, (_, roles) = plan.chosen, run_spec.run_roles(config)
+    config = _with_memory(config, chosen, roles)
     return apply_candidate(config, chosen.candidate, chosen.allocation, roles, chosen.work.ahead)
+
+
+def _fit_memory(config: RLConfig, lora: LoRAConfig, **model: Any) -> RLConfig:
+    """The settings with what their layout leaves open of a GPU's memory chosen for this one.
+
+    Models that the planner can't price, and runs without a GPU, are left as they are.
+    """
+    kind, memory = _card(config)
+    if not memory:
+        return config
+    try:
+        work = workload(config, lora=lora, **model)
+    except ConfigError:
+        return config
+    candidate, fixed = rl_candidate(config), fixed_settings(config)
+    ranks = candidate.layout.world_size
+    allocation = _allocation(ranks, min(ranks, torch.cuda.device_count() or ranks), kind, memory)
+    chosen = planner.fitted(work, candidate, allocation, fixed)
+    if chosen is None:
+        return config
+    say(planner.explain_memory(chosen, PricedCandidate(work, candidate, allocation)))
+    return _with_memory(config, chosen, run_spec.run_roles(config)[1])
+
+
+def _card(config: RLConfig) -> tuple[str, int]:
+    """Kind and bytes of the GPU that a rank of the actor has; 0 bytes without one."""
+    on_ray = config.trainer.placement == "ray"
+    if on_ray and not any(p.gpus for p in config.trainer.pools if "actor" in p.roles):
+        return "", 0
+    if torch.cuda.is_available():
+        return local_gpu(), torch.cuda.get_device_properties(0).total_memory
+    machines = planner.read_cluster(gpu_kinds(config)).machines if on_ray else ()
+    sizes = [(m.gpu_memory, m.accelerator) for m in machines if m.gpus]
+    return min(sizes)[::-1] if sizes else ("", 0)
+
+
+def _with_memory(config: RLConfig, chosen: PricedCandidate, roles: Collection[str]) -> RLConfig:
+    """The settings with what a plan keeps, computes again and offloads, and rollout's memory."""
+    candidate, work, changes = chosen.candidate, chosen.work, dict[str, object]()
+    for name in ("offload_policy", "offload_optimizer"):
+        changes[f"actor.parallel.{name}"] = getattr(candidate, name)
+    for role in ("actor", "critic") if "critic" in roles else ("actor",):
+        section = getattr(config, role)
+        if section.max_tokens_per_micro_batch == BUDGET:
+            changes[f"{role}.max_tokens_per_micro_batch"] = candidate.tokens
+        own = section.parallel and section.parallel.activation_checkpointing is None
+        if own and candidate.activation_checkpointing:
+            changes[f"{role}.parallel.activation_checkpointing"] = True
+    if chosen.rollout_memory and chosen.allocation.gpus and not work.kv_cache:
+        share, rows = work.memory_share, work.decode_rows
+        setting = "vllm.gpu_memory_utilization" if share else "max_num_seqs"
+        changes[f"rollout.{setting}"] = share or rows
+    return config.replaced(changes)
 
 
 def plan_for(
@@ -194,7 +251,7 @@ def plan_for(
             ]
             require_capacity(sized, nodes)
         except EngineError as error:
-            return str(error).splitlines()[0]
+            return first_line(error)
         return ""
 
     def plan(part: planner.Workload, machines: planner.Cluster) -> planner.PlacementPlan:
@@ -229,13 +286,9 @@ def apply_candidate(
     roles: Collection[str],
     ahead: planner.Samplers | None = None,
 ) -> RLConfig:
-    """The settings with a candidate's layout and budget, and the samplers, placed on Ray."""
+    """The settings with a candidate's layout, and the samplers, placed on Ray."""
     changes: dict[str, object] = {axis: getattr(candidate.layout, axis) for axis in AXES}
-    changes |= {name: getattr(candidate, name) for name in _MEMORY_OPTIONS}
-    tokens = {"max_tokens_per_micro_batch": candidate.tokens}
-    actor: dict[str, object] = {"parallel": config.actor.parallel.model_copy(update=changes)}
-    actor |= _if_default(config.actor, tokens)
-    critic = _if_default(config.critic, tokens) if "critic" in roles else {}
+    actor = {"parallel": config.actor.parallel.model_copy(update=changes)}
     trainer: dict[str, object] = {"placement": "ray"}
     rollout: dict[str, object] = {}
     if run_spec.sampler_count(config.trainer):
@@ -248,7 +301,7 @@ def apply_candidate(
         if ahead.tp > 1:
             rollout["vllm"] = config.rollout.vllm.model_copy(update={"in_process": False})
     trainer["pools"] = config.trainer.pools or _pools(config, allocation, roles, ahead)
-    sections = {"actor": actor, "critic": critic, "rollout": rollout, "trainer": trainer}
+    sections = {"actor": actor, "rollout": rollout, "trainer": trainer}
     return config.model_copy(
         update={k: getattr(config, k).model_copy(update=v) for k, v in sections.items()}
     )
@@ -258,20 +311,18 @@ def fixed_settings(config: RLConfig) -> planner.FixedSettings:
     """The settings that the user has changed from their defaults, which the planner keeps."""
     candidate, parallel = rl_candidate(config), config.actor.parallel
     axes = {axis: getattr(parallel, axis) for axis in AXES}
-    tokens_are_default = _if_default(config.actor, {"max_tokens_per_micro_batch": 0})
-    options = {name: getattr(candidate, name) for name in (*_MEMORY_OPTIONS, "sequence_parallel")}
+    rollout, defaults = config.rollout, type(config.rollout)()
     return planner.FixedSettings(
         axes={axis: size for axis, size in axes.items() if size != getattr(ParallelConfig(), axis)},
         rollout_tp=candidate.rollout_tp if candidate.rollout_tp > 1 else None,
-        tokens=None if tokens_are_default else candidate.tokens,
-        **options,
+        tokens=None if candidate.tokens == BUDGET else candidate.tokens,
+        offload_policy=candidate.offload_policy,
+        offload_optimizer=candidate.offload_optimizer,
+        activation_checkpointing=parallel.activation_checkpointing,
+        rollout_memory=rollout.max_num_seqs != defaults.max_num_seqs
+        or rollout.vllm.gpu_memory_utilization != defaults.vllm.gpu_memory_utilization,
+        sequence_parallel=candidate.sequence_parallel,
     )
-
-
-def _if_default(section: BaseModel, values: Mapping[str, object]) -> dict[str, object]:
-    """Those of `values` whose setting has its default in `section`."""
-    fields = type(section).model_fields
-    return {k: v for k, v in values.items() if getattr(section, k) == fields[k].default}
 
 
 def _pools(
@@ -316,7 +367,8 @@ def _check_rows(config: RLConfig, candidate: planner.Candidate) -> None:
 def rl_candidate(config: RLConfig) -> planner.Candidate:
     """The layout that the settings say."""
     parallel, tp = config.actor.parallel, config.rollout.tensor_parallel_size
-    options = {name: getattr(parallel, name) for name in (*_MEMORY_OPTIONS, "sequence_parallel")}
+    names = (*_MEMORY_OPTIONS, "sequence_parallel")
+    options = {name: bool(getattr(parallel, name)) for name in names}
     tokens = config.actor.max_tokens_per_micro_batch
     return planner.Candidate(Layout.of(parallel), tp, tokens, **options)
 
@@ -338,22 +390,14 @@ def check_rl_memory(
         return
     candidate = rl_candidate(config)
     memory, available = estimate(work, candidate, gpu=True), _gpu_memory(cluster)
-    need = _trained(memory) + memory.rollout
+    need = _trained(memory) + memory.awake
     if need <= available:
         return
     unset = ParallelConfig(compute_dtype=config.actor.parallel.compute_dtype)
     actor = config.actor.model_copy(update={"parallel": unset})
     trainer = config.trainer.model_copy(update={"placement": "auto", "pools": ()})
     free = config.model_copy(update={"actor": actor, "trainer": trainer})
-    try:
-        fitting = plan_for(free, work, cluster, lora).chosen.candidate
-        options = "" if fitting.memory_options == "-" else f" ({fitting.memory_options})"
-        instead = (
-            f"rl.actor.parallel {fitting.layout}{options}, rollout.tensor_parallel_size "
-            f"{fitting.rollout_tp} would"
-        )
-    except EngineError:
-        instead = f"no layout of {cluster} would: take more machines, or set model.lora.rank"
+    instead = _fitting("rl.actor", lambda: plan_for(free, work, cluster, lora))
     raise PlacementError(
         f"rl can't fit: with rl.actor.parallel {candidate.layout} a GPU keeps {need / GIB:.0f} GiB "
         f"of weights, gradients, moments and rollout copy, and has {available / GIB:.0f}; {instead}"
@@ -369,18 +413,28 @@ def check_sft_memory(config: SFTConfig, cluster: planner.Cluster, **model: Any) 
     need, available = _trained(sft_memory(work, config.parallel)), _gpu_memory(cluster)
     if need <= available:
         return
-    instead = f"no fsdp layout of {cluster.gpus} GPUs"
-    for parallel in _sharded(config.parallel, cluster.gpus):
-        if sft_memory(work, parallel).peak <= usable_bytes(available):
-            flags = [f" {name}=true" for name in _MEMORY_OPTIONS[1:] if getattr(parallel, name)]
-            instead = f"sft.parallel {Layout.of(parallel)}{''.join(flags)}"
-            break
+    axes = {"pp": 1, "sp": 1, "tp": 1}
+    fixed = planner.FixedSettings(axes, tokens=config.max_tokens_per_micro_batch)
+    instead = _fitting("sft", lambda: planner.search(work, cluster, fixed))
     raise PlacementError(
         f"sft can't fit: with sft.parallel {Layout.of(config.parallel)} a GPU keeps "
         f"{need / GIB:.0f} GiB of weights, gradients and moments, and has {available / GIB:.0f}; "
-        f"{instead} would; or set model.lora.rank to train adapters, or sft.skip to begin RL with "
-        "the model as it is"
+        f"{instead}; or set model.lora.rank to train adapters, or sft.skip to begin RL with the "
+        "model as it is"
     )
+
+
+def _fitting(section: str, plan: Callable[[], planner.PlacementPlan]) -> str:
+    """Say which layout would fit, if any."""
+    try:
+        chosen = plan().chosen
+    except EngineError:
+        return "no layout of these machines would"
+    candidate, rollout = chosen.candidate, ""
+    options = "" if candidate.memory_options == "-" else f" ({candidate.memory_options})"
+    if chosen.rollout_memory:
+        rollout = f", rollout.tensor_parallel_size {candidate.rollout_tp}"
+    return f"{section}.parallel {candidate.layout}{options}{rollout} would"
 
 
 def sft_workload(config: OfflineConfig, **model: Any) -> planner.Workload:
@@ -388,28 +442,19 @@ def sft_workload(config: OfflineConfig, **model: Any) -> planner.Workload:
     rl = RLConfig.model_validate({"actor": {"parallel": config.parallel}})
     work = workload(rl, **model)
     rows = config.train_batch_size
-    return replace(work, prompts=rows, completions=1, passes=0, decodes=False, reference=False)
+    step = replace(work, prompts=rows, completions=1, passes=0, reference=False)
+    return replace(step, decodes=False, runs_ahead=True)  # no copy for rollout
 
 
 def sft_candidate(parallel: ParallelConfig, tokens: int = 1) -> planner.Candidate:
     """The layout of training on rows, in micro-batches of so many tokens."""
-    options = {name: getattr(parallel, name) for name in _MEMORY_OPTIONS}
+    options = {name: bool(getattr(parallel, name)) for name in _MEMORY_OPTIONS}
     return planner.Candidate(Layout.of(parallel), tokens=tokens, **options)
 
 
 def sft_memory(work: planner.Workload, parallel: ParallelConfig, tokens: int = 1) -> Memory:
-    """What a rank needs for micro-batches of so many tokens; nothing is kept for rollout."""
-    needed = estimate(work, sft_candidate(parallel, tokens), gpu=True)
-    return replace(needed, rollout=0.0)
-
-
-def _sharded(parallel: ParallelConfig, gpus: int) -> Iterator[ParallelConfig]:
-    """FSDP layouts of so many ranks: first what costs least time, the fewest shards of these."""
-    plain: dict[str, object] = dict.fromkeys(AXES, 1)
-    recompute = {"activation_checkpointing": True}
-    for more in ({}, recompute, recompute | {"offload_optimizer": True}):
-        for n in (n for n in range(1, gpus + 1) if gpus % n == 0):
-            yield parallel.model_copy(update=plain | {"dp": gpus // n, "fsdp": n} | more)
+    """What a rank needs for micro-batches of so many tokens."""
+    return estimate(work, sft_candidate(parallel, tokens), gpu=True)
 
 
 def _trained(memory: Memory) -> float:
@@ -434,17 +479,16 @@ def step_estimate(
     ranks: int,
     per_machine: int,
     accelerator: str,
+    fixed: planner.FixedSettings | None = None,
 ) -> StepEstimate:
-    """Price a step of `work` on GPUs (`accelerator`), else on this CPU."""
-    if accelerator:
-        kind = gpu(accelerator)
-        memory, host = int((kind.memory_gib or 80) * GIB), int(128 * GIB)  # host: not known
-        allocation = Allocation(ranks, per_machine, 1.0, memory, host, kind, 1.0)
-    else:
-        cores = max(1.0, (os.cpu_count() or 1) / per_machine)
-        memory = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_machine)
-        allocation = Allocation(ranks, per_machine, cores, memory, memory, cpu(cores))
-    priced = PricedCandidate(work, candidate, allocation)
+    """Price a step of `work` on GPUs (`accelerator`), else on this CPU.
+
+    `fixed`: what the settings leave open beyond that a run on GPUs chooses, as here.
+    """
+    allocation = _allocation(ranks, per_machine, accelerator)
+    priced, memory = PricedCandidate(work, candidate, allocation), allocation.memory
+    if fixed is not None and accelerator:
+        priced = planner.fitted(work, candidate, allocation, fixed) or priced
     needed, price = priced.memory, priced.price
     names = ("weights", "gradients", "moments", "activations", "rollout", "cache")
     sizes = {name.replace("rollout", "rollout copy"): getattr(needed, name) for name in names}
@@ -461,6 +505,18 @@ def step_estimate(
         + (f", rollout {decoding:.3g}" if work.decodes else ""),
     ]
     return StepEstimate(price.total, lines)
+
+
+def _allocation(ranks: int, per_machine: int, accelerator: str, memory: int = 0) -> Allocation:
+    """So many ranks on GPUs of a kind, of `memory` bytes or the kind's; without one on this CPU."""
+    if accelerator:
+        kind = gpu(accelerator)
+        memory = memory or int((kind.memory_gib or 80) * GIB)
+        host = int(128 * GIB)  # not known
+        return Allocation(ranks, per_machine, 1.0, memory, host, kind, 1.0)
+    cores = max(1.0, (os.cpu_count() or 1) / per_machine)
+    memory = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_machine)
+    return Allocation(ranks, per_machine, cores, memory, memory, cpu(cores))
 
 
 def local_gpu() -> str:

@@ -50,8 +50,9 @@ def check_parallel(
                     f"fsdp alone spreads experts; set {axis} to 1 and {name}.fsdp to the ranks"
                 )
         check_layout(layout, layout.world_size, ModelShape.of(model_config))
-    if parallel.offload_params and layout.fsdp * layout.sp == 1:
-        raise ConfigError(f"{name}.offload_params is FSDP's; set {name}.fsdp to 2 or more")
+    for setting in ("offload_params", "offload_policy"):
+        if getattr(parallel, setting) and layout.fsdp * layout.sp == 1:
+            raise ConfigError(f"{name}.{setting} is FSDP's; set {name}.fsdp to 2 or more")
     if lora.quantize and layout.tp > 1:
         raise ConfigError(
             f"model.lora.quantize={lora.quantize} with {name}.tp={layout.tp}: a quantised base "

@@ -55,6 +55,11 @@ def check_offline_layout(
     """Raise ConfigError for a layout that the settings, or the model, don't allow."""
     layout, section = Layout.of(config.parallel), config.section
     check_parallel(f"{section}.parallel", config.parallel, lora, model_config)
+    if config.parallel.offload_params:
+        raise ConfigError(
+            f"{section}.parallel.offload_params moves weights away between training and rollout, "
+            f"and here is no rollout; set {section}.parallel.offload_policy"
+        )
     if layout.world_size > 1 and config.placement == "local":
         raise ConfigError(
             f"{section}.parallel is a layout of {layout.world_size} ranks ({layout}), and "

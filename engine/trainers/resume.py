@@ -22,7 +22,7 @@ from engine.checkpoint.state_dict import StateDict
 from engine.config import RLConfig
 from engine.controller.groups import Roles
 from engine.controller.local_groups import threads_left_behind
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, first_line
 from engine.tracking.connection import flatten
 from engine.trainers.huggingface_export import BackgroundExporter
 from engine.trainers.run_spec import RunSpec
@@ -103,9 +103,11 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
         metric=SCORE,
         restart=settings.on_damaged_checkpoints == "restart",
     )
-    stateful = sorted(r for r in roles if issubclass(roles[r].worker_class, StatefulWorker))
+    stateful = sorted(  # without what stands for a role
+        r for r in roles if roles[r].role == r and issubclass(roles[r].worker_class, StatefulWorker)
+    )
     ordered = dict.fromkeys((*_LOAD_ORDER, *stateful))
-    groups = {role: roles[role] for role in ordered if role in roles}
+    groups = {role: roles[role] for role in ordered if role in stateful}
     exporter = None
     if settings.save_huggingface:
         exporter = BackgroundExporter(store, spec.model_path, settings.step_timeout_s)
@@ -395,7 +397,7 @@ def run_with_retries(
                 checkpoint = find_latest(checkpoint_dir)
             except errors.DamagedCheckpointError:  # the next attempt says that all are
                 checkpoint = None
-            step, cause = checkpoint.step if checkpoint else 0, str(error).splitlines()[0]
+            step, cause = checkpoint.step if checkpoint else 0, first_line(error)
             failed = 1 if step > newest else failed + 1
             newest = max(newest, step)
             if failed >= max_attempts or threads_left_behind():

@@ -172,7 +172,7 @@ class RLTrainer:
     def validate(self, rows: Sequence[Row]) -> Metrics:
         """Metrics of completions to the prompts of `rows`, decoded as `rollout.val_kwargs` says."""
         prompts = self.source.prompts.encode(rows)
-        batch = LazyBatch(self.roles.rollout.generate_validation(prompts))
+        batch = LazyBatch(self.source.validate(prompts, self.step))
         batch |= self.roles.reward.score(batch)
         self.on_rollouts("validation", self.step, batch.resolve())
         return step_metrics.validation_metrics(batch.resolve())
@@ -230,6 +230,7 @@ class RLTrainer:
         self.roles.actor.save(str(folder)).result()
 
     def close(self) -> None:
+        self.source.close()
         self.roles.close()
 
     def _metrics(self, lazy: LazyBatch, updates: list[Metrics], start: float) -> Metrics:

@@ -198,16 +198,13 @@ def _check_multi_turn(config: RLConfig, dataflow: Dataflow) -> None:
 def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
     """Settings that episodes don't go with, and what to set."""
     rollout, capabilities = config.rollout, engine_capabilities(config.rollout)
-    engine, mode = f"rollout.engine={rollout.engine}", config.trainer.mode
+    engine = f"rollout.engine={rollout.engine}"
     if not capabilities.streams:
         yield engine, "turns are decoded in a stream: use native, vllm or server"
     if (tp := rollout.tensor_parallel_size) > 1 and not capabilities.own_processes:
         apart = ", or rollout.vllm.in_process=false" if capabilities.loads_shards else ""
         advice = f"turns are decoded on one rank each: set it to 1{apart}"
         yield f"rollout.tensor_parallel_size={tp}", advice
-    if run_spec.sampler_count(config.trainer) and (tp := config.actor.parallel.tp) > 1:
-        advice = "validation would decode turns on several ranks: set it to 1, or mode=sync"
-        yield f"actor.parallel.tp={tp} with trainer.mode={mode}", advice
     if capabilities.remote and rollout.server.api == "tgi":
         advice = "it takes text, and would read sampled ids as others: use api=openai"
         yield "rollout.server.api=tgi", advice
@@ -285,7 +282,8 @@ def _unread_settings(
 
     why = f"with trainer.mode={trainer.mode}"
     queue = ("staleness", "rollout_silence_s", "max_rollout_restarts")
-    yield trainer.mode != "async", why, [f"trainer.{field}" for field in queue]
+    ahead = [*(f"trainer.{field}" for field in queue), "rollout.kv_on_update"]
+    yield trainer.mode != "async", why, ahead
     workers = ("trainer.rollout_workers", "trainer.rollout_threads", "trainer.delta_sync")
     yield not run_spec.sampler_count(trainer), why, [*workers, "rollout.dtype"]
 
@@ -444,10 +442,10 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     pools = config.trainer.pools
     if not pools:
         return
-    source = run_spec.rollout_source(config.trainer)
-    roles = RequiredPasses.of(config, dataflow).roles(dataflow) | source.extra_roles
+    _, roles = run_spec.run_roles(config)
     placed = [role for pool in pools for role in pool.roles]
-    if run_spec.sampler_count(config.trainer) and "sampler" in placed:
+    samplers = run_spec.sampler_count(config.trainer)
+    if samplers and "sampler" in placed:
         roles |= {"sampler"}  # async has processes of that kind, and no role
         apart = next(pool.roles for pool in pools if "sampler" in pool.roles)
         if len(apart) > 1:
@@ -458,7 +456,7 @@ def _check_pools(config: RLConfig, dataflow: Dataflow) -> None:
     if sorted(placed) != sorted(roles):
         raise ConfigError(
             f"trainer.pools places {sorted(placed)}, but this run has {sorted(roles)}; give each "
-            "of them one pool"
+            "of them one pool" + (f" (mode={config.trainer.mode}: no rollout)" if samplers else "")
         )
     full = config.algorithm.use_kl_in_reward and config.algorithm.kl_penalty == "full"
     beside = {"rollout": True, "reference": full or config.actor.kl_loss_type == "full"}

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine.batch import Batch
+from engine.batch import Batch, Future
 from engine.checkpoint.state_dict import StateDict
 from engine.config import ActorConfig, CriticConfig, LoRAConfig, ParallelConfig, RLConfig
 from engine.config.rl import TrainerConfig
@@ -74,6 +74,10 @@ class RolloutSource(ABC):
     def next_prompts(self) -> Batch:
         """The prompts of the next step; `rollout.generate` returns what is sampled of them."""
 
+    def validate(self, prompts: Batch, version: int) -> Future[Batch]:
+        """Completions of validation prompts, all by the policy after `version` updates."""
+        return self.roles.rollout.generate_validation(prompts)
+
     def prefetch(self) -> None:
         """Prepare the prompts of the step after this one while workers are busy."""
         self.prompts.prefetch()
@@ -95,6 +99,10 @@ class RolloutSource(ABC):
     def load_state_dict(self, state: StateDict) -> None:
         """Restore `state_dict`; the actor's weights are restored before."""
         self.prompts.load_state_dict(state["prompts"])
+
+    def close(self) -> None:
+        """End what was started beside the roles."""
+        return
 
 
 _SOURCES: Registry[type[RolloutSource]] = Registry(
@@ -155,10 +163,7 @@ def call_layout(role: str, config: RLConfig) -> RankGrid | None:
     layout = layout_of(role, config)
     if layout.world_size == 1:
         return None
-    if role == "rollout":
-        apart = sampler_count(config.trainer) > 0
-        return rollout_layout(layout, tp=layout.tp if apart else rollout_tp(config))
-    return layout
+    return rollout_layout(layout, tp=rollout_tp(config)) if role == "rollout" else layout
 
 
 def rollout_tp(config: RLConfig) -> int:
@@ -212,13 +217,7 @@ def _critic(spec: RunSpec) -> RoleSpec:
 
 @register_role("rollout")
 def _rollout(spec: RunSpec) -> RoleSpec:
-    rollout = spec.config.rollout
-    if spec.samplers:  # beside them, the trainer's own rollout role only validates
-        tp = spec.config.actor.parallel.tp
-        native = {"engine": "native", "options": {}, "tensor_parallel_size": tp}
-        rollout = rollout.model_copy(update=native)
-    options = _model(spec) | _sampling(spec) | {"config": rollout}
-    return RoleSpec("rollout", _rollout_class(spec), options)
+    return RoleSpec("rollout", _rollout_class(spec), _model(spec) | _sampling(spec))
 
 
 @register_role("sampler")
@@ -357,10 +356,14 @@ def default_pools(roles: Collection[str]) -> list[tuple[str, ...]]:
 
 
 def run_roles(config: RLConfig) -> tuple[RequiredPasses, frozenset[str]]:
-    """The passes over a batch that a run needs, and the roles that it starts."""
+    """The passes over a batch that a run needs, and the roles that it starts.
+
+    With samplers the trainer has no rollout: its source stands for that role.
+    """
     dataflow = choose_dataflow(config.algorithm)
     needs = RequiredPasses.of(effective_config(config), dataflow)
-    return needs, needs.roles(dataflow) | rollout_source(config.trainer).extra_roles
+    apart = {"rollout"} if sampler_count(config.trainer) else set[str]()
+    return needs, (needs.roles(dataflow) - apart) | rollout_source(config.trainer).extra_roles
 
 
 def effective_config(config: RLConfig) -> RLConfig:

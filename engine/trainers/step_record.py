@@ -136,7 +136,7 @@ class StepRecorder:
     def _recording_roles(self) -> Roles:
         groups = {name: self._all_roles[name] for name in self._all_roles}
         for name in groups.keys() - {*_RUN_AGAIN}:
-            groups[name] = cast(WorkerGroup, _RecordingGroup(groups[name], self._calls))
+            groups[name] = cast(WorkerGroup, _RecordingGroup(name, groups[name], self._calls))
         return Roles(groups, close=lambda: None, recorder=self._all_roles.recorder)
 
     def _record_more_prompts(self) -> Batch:
@@ -181,8 +181,8 @@ class StepRecorder:
 class _RecordingGroup:
     """A worker group whose calls are recorded with their futures."""
 
-    def __init__(self, group: WorkerGroup, calls: list[Call]) -> None:
-        self._group, self._calls = group, calls
+    def __init__(self, role: str, group: WorkerGroup, calls: list[Call]) -> None:
+        self._role, self._group, self._calls = role, group, calls
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._group, name)
@@ -191,7 +191,7 @@ class _RecordingGroup:
 
         def recorded(*arguments: object, **keywords: object) -> Future[object]:
             result: Future[object] = method(*arguments, **keywords)
-            self._calls.append(Call(self._group.role, name, result))
+            self._calls.append(Call(self._role, name, result))
             return result
 
         return recorded
@@ -327,7 +327,7 @@ def _one_rank(config: RLConfig) -> RLConfig:
     actor, critic = config.actor, config.critic
     one = {
         **dict.fromkeys(("dp", "fsdp", "sp", "tp", "pp"), 1),
-        **dict.fromkeys(("offload_params", "offload_optimizer"), False),
+        **dict.fromkeys(("offload_params", "offload_policy", "offload_optimizer"), False),
     }
     changes = {
         "actor": {"parallel": actor.parallel.model_copy(update=one)},

@@ -33,6 +33,7 @@ from engine.config import (
 from engine.data.collate import token_budget_batches
 from engine.errors import CheckpointError
 from engine.models import forward
+from engine.parallel import fsdp
 from engine.parallel.layout import Layout
 from engine.runtime import sharded_model
 from engine.runtime.optimizer import update_metrics
@@ -54,6 +55,7 @@ class TrainingWorker(StatefulWorker):
     ranks_alike = True
     sharded: ShardedModel  # these two are set by the role's constructor
     train_state: ShardedTrainState
+    config: Any  # the role's section
 
     def mini_batches(
         self, batch: Batch, config: ActorConfig | CriticConfig, unit: int = 1
@@ -61,9 +63,10 @@ class TrainingWorker(StatefulWorker):
         """The rows of each optimizer step of an update; `unit` consecutive rows stay together."""
         units, size = torch.arange(len(batch)).view(-1, unit), config.ppo_mini_batch_size // unit
         ranks, generator = self.sharded.ranks, self.train_state.generator
-        for _ in range(config.ppo_epochs):
-            for index in sharded_model.minibatch_indices(len(units), size, ranks, generator):
-                yield batch if len(index) == len(units) else batch.rows(units[index].flatten())
+        with self.sharded.on_device():
+            for _ in range(config.ppo_epochs):
+                for index in sharded_model.minibatch_indices(len(units), size, ranks, generator):
+                    yield batch if len(index) == len(units) else batch.rows(units[index].flatten())
 
     def finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
         """The metrics of all ranks' micro-batches, and of the optimizer steps of an update."""
@@ -83,16 +86,24 @@ class TrainingWorker(StatefulWorker):
         if sharded.has_stages:  # torch's schedule (1F1B) interleaves the passes, and calls the loss
             parts = sharded.train_stages(passes, len(micros), reader, loss)
         else:
-            for micro in passes[: len(micros)]:
+            for number, micro in enumerate(passes):
+                fsdp.reduce_over_copies(sharded.module, number == len(passes) - 1)
                 with sharded.forward(micro, reader) as outputs:
+                    if number >= len(micros):  # for collectives of ranks that have more rows
+                        sharded_model.zero_loss(outputs).backward()
+                        continue
                     value, metrics = loss(outputs, micro)
                     sharded.scaled(value).backward()
                 parts.append(metrics)
-            for micro in passes[len(micros) :]:  # for collectives of ranks that have more rows
-                with sharded.forward(micro, reader) as outputs:
-                    sharded_model.zero_loss(outputs).backward()
         sharded.all_reduce_gradients()
         return parts
+
+    def accumulate_rows(
+        self, batch: Batch, reader: forward.OutputReader, loss: Loss, rows: Tensor | None = None
+    ) -> list[Metrics]:
+        """`accumulate` of a batch, or of its `rows`, in micro-batches within the token budget."""
+        micros = self.sharded.micro_batches(batch, self.config.max_tokens_per_micro_batch, rows)
+        return self.accumulate(batch, [micro for _, micro in micros], reader, loss)
 
     def accumulate_responses(
         self,
@@ -279,7 +290,6 @@ class ActorWorker(TrainingWorker):
             self.train_state.optimizer.zero_gradients()  # Adam's momentum still moves the weights
             return [skipped]
         rows = None if bool(active.all()) else active
-        passes = self.sharded.micro_batches(mini, config.max_tokens_per_micro_batch, rows)
         reference = None
         if config.use_kl_loss and config.kl_loss_type == "full":
             assert self.context.process.reference is not None, "the exact KL needs one here"
@@ -292,7 +302,7 @@ class ActorWorker(TrainingWorker):
             replay=config.router_replay.mode != "disabled",
         )
         loss = partial(self._policy_loss, denominators=denominators, gap=gap)
-        return [skipped, *self.accumulate(mini, [micro for _, micro in passes], reader, loss)]
+        return [skipped, *self.accumulate_rows(mini, reader, loss, rows)]
 
     def _policy_loss(
         self, outputs: forward.Outputs, micro: Batch, *, denominators: Denominators, gap: bool
@@ -373,9 +383,8 @@ class ActorWorker(TrainingWorker):
         parts, norms = list[Metrics](), list[float]()
         for mini in self.mini_batches(batch, self.config):
             denominators = self.sharded.global_counts(mini["response_mask"])
-            passes = self.sharded.micro_batches(mini, self.config.max_tokens_per_micro_batch)
             loss = partial(self._divergence_loss, denominators=denominators)
-            parts += self.accumulate(mini, [micro for _, micro in passes], reader, loss)
+            parts += self.accumulate_rows(mini, reader, loss)
             norms.append(self.train_state.optimizer.step())
         return self.finish_update(parts, norms)
 

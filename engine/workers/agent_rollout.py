@@ -297,6 +297,7 @@ class EpisodeFactory:
         params: SamplingParams,
         max_num_seqs: int,
         failure_reward: float | None = None,
+        **stream_options: str,
     ) -> tuple[RolloutStream, EpisodePlayer]:
         """A stream of turns, of which `params.n` isn't read, and who plays on it."""
         stream = open_stream(
@@ -305,6 +306,7 @@ class EpisodeFactory:
             max_num_seqs=max_num_seqs,
             longest_prompt=self.max_model_len - 1,
             keep_prefixes=True,
+            **stream_options,
         )
         is_agent = isinstance(self.environments, AgentPool)
         player: type[EpisodePlayer] = AgentPlayer if is_agent else EpisodePlayer
@@ -378,18 +380,17 @@ class AgentRolloutWorker(RolloutWorker):
             saved.end()
         return Batch.concat([done[key] for key in keys])
 
-    def _open_stream(self) -> EpisodeGroups:
-        return self._open_groups(self._params(self._of_training()), self.config.n)
-
     def _open_groups(self, params: SamplingParams, n: int, retain: bool = False) -> EpisodeGroups:
         agent, places = self.config.agent, self.config.max_num_seqs
         failure_reward = agent.error_reward if agent.on_error == "score" else None
-        stream, player = self._factory.player(self.policy.engine, params, places, failure_reward)
+        stream, player = self._factory.player(
+            self.policy.engine, params, places, failure_reward, **self.config.stream_options
+        )
 
         def new_episode(key: int, index: int, prompt_ids: list[int]) -> Episode:
             return Episode(key, 0, index, self.episodes, self.limits, prompt_ids)
 
-        return EpisodeGroups(
+        groups = EpisodeGroups(
             stream,
             player,
             new_episode,
@@ -398,6 +399,8 @@ class AgentRolloutWorker(RolloutWorker):
             branches=self.config.multi_turn.history == "branches" or bool(agent.play.name),
             retain=retain,
         )
+        groups.resumable = self._factory.environments.resumable
+        return groups
 
     def close(self) -> None:
         self._factory.environments.close()

@@ -58,9 +58,8 @@ class CriticWorker(TrainingWorker):
 
     def _accumulate(self, mini: Batch) -> list[Metrics]:
         denominators = self.sharded.global_counts(mini["response_mask"])
-        passes = self.sharded.micro_batches(mini, self.config.max_tokens_per_micro_batch)
         loss = partial(self._value_loss, denominators=denominators)
-        return self.accumulate(mini, [micro for _, micro in passes], ValueReader(), loss)
+        return self.accumulate_rows(mini, ValueReader(), loss)
 
     def _value_loss(
         self, outputs: Outputs, micro: Batch, *, denominators: Denominators

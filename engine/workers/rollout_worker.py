@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from engine.rollout.stream import (
     StreamedCompletion,
     open_stream,
     take_partial_groups,
+    with_partial_groups,
 )
 from engine.runtime import rollout_weights
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel
@@ -40,6 +41,8 @@ class Groups(ABC):
 
     A prompt's key is its `group_ids`; a key may be reused once its group was returned.
     """
+
+    resumable = True  # whether `unfinished` has all that was sampled
 
     def __init__(self, stream: RolloutStream, n: int, pad_token_id: int) -> None:
         self._stream, self._n, self._pad = stream, n, pad_token_id
@@ -72,6 +75,12 @@ class Groups(ABC):
     def step(self) -> list[Batch]:
         """Decode one token of each completion or turn; return the groups that are finished now."""
 
+    def unfinished(self) -> list[Batch]:
+        """Prompts of unfinished groups, a row each, with what was sampled; `submit` takes them."""
+        partial = self.partial_groups()
+        prompts = self._prompts.items()
+        return [with_partial_groups(prompt, [partial.get(key)]) for key, prompt in prompts]
+
     def update_weights(self, version: int) -> None:
         """Continue with the policy's weights, which have changed in place."""
         self._stream.update_weights(None, version)
@@ -95,6 +104,7 @@ class GroupStream(Groups):
             params,
             max_num_seqs=max(config.max_num_seqs, params.n),
             longest_prompt=max_model_len - params.max_new_tokens,
+            **config.stream_options,
         )
         super().__init__(stream, params.n, pad_token_id)
         self._finished: dict[int, list[StreamedCompletion]] = {}
@@ -197,6 +207,9 @@ def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion
     return StreamedCompletion(key, part.completion_index, done)
 
 
+Draws = Literal["training", "greedy", "validation"]
+
+
 @dataclass(frozen=True, slots=True)
 class Decoding:
     """How completions are drawn; a temperature of 0 is greedy."""
@@ -206,10 +219,9 @@ class Decoding:
     top_k: int = 0
     top_p: float = 1.0
     # Of training: the next draw of a policy version. Others leave those as they are.
-    draws: Literal["training", "greedy", "validation"] = "training"
+    draws: Draws = "training"
 
 
-GREEDY = Decoding(1, 0.0, draws="greedy")
 # Part of a seed: those of training and greedy decoding are as they always were.
 _KIND = {"training": 0, "greedy": 1, "validation": 2}
 
@@ -273,24 +285,23 @@ class RolloutWorker(StatefulWorker):
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate(self, prompts: Batch) -> Batch:
         """`rollout.n` completions a prompt: `[B·n]` rows in the layout of `engine.batch`."""
-        return self._sample(prompts, self._of_training())
+        return self._sample(prompts, self._decoding("training"))
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate_greedy(self, prompts: Batch) -> Batch:
         """One greedy completion a prompt (validation, ReMax's baseline)."""
-        return self._sample(prompts, GREEDY)
+        return self._sample(prompts, self._decoding("greedy"))
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate_validation(self, prompts: Batch) -> Batch:
         """Completions as `rollout.val_kwargs` says: one greedy one a prompt, or samples."""
-        drawn = self.config.val_kwargs
-        how = Decoding(drawn.n, drawn.temperature, drawn.top_k, drawn.top_p, "validation")
-        return self._sample(prompts, how if drawn.do_sample else GREEDY)
+        return self._sample(prompts, self._decoding("validation"))
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def begin(self, prompts: Batch) -> Batch:
         """Start prompts whose groups `next_part` returns as they finish."""
-        self._groups = self._open_stream()
+        how = self._decoding("training")
+        self._groups = self._open_groups(self._params(how), how.n)
         self._groups.submit(prompts)
         self._left, self._done = len(prompts), []
         return prompts
@@ -315,18 +326,20 @@ class RolloutWorker(StatefulWorker):
         """Load weights, full or a delta; return their version, or raise WeightSyncError."""
         return self.policy.load_weights(weights)
 
-    def _open_stream(self) -> Groups:
+    def _open_groups(self, params: protocol.SamplingParams, n: int) -> Groups:
         return GroupStream(
             self.policy.engine,
-            self._params(self._of_training()),
+            replace(params, n=n),
             self.config,
             max_model_len=self.max_model_len,
             pad_token_id=self.tokenizer.pad_token_id,
         )
 
-    def _of_training(self) -> Decoding:
-        config = self.config
-        return Decoding(config.n, config.temperature, config.top_k, config.top_p)
+    def _decoding(self, draws: Draws) -> Decoding:
+        drawn = self.config.val_kwargs if draws == "validation" else self.config
+        if draws == "greedy" or not (draws == "training" or self.config.val_kwargs.do_sample):
+            return Decoding(1, 0.0, draws="greedy")
+        return Decoding(drawn.n, drawn.temperature, drawn.top_k, drawn.top_p, draws)
 
     def _params(self, how: Decoding, first_prompt: int = 0) -> protocol.SamplingParams:
         """Parameters of the next rollout, whose draws don't depend on the number of ranks."""
@@ -380,6 +393,7 @@ class PollResult:
     version: int  # of the weights that it decodes with now
     full: bool = False  # a whole group waits for room in the engine
     partial_groups: Mapping[int, Begun] | None = None  # unfinished ones by key, on request
+    apart: tuple[Batch, ...] = ()  # finished groups of `begin_apart`
 
 
 class StreamRolloutWorker(RolloutWorker):
@@ -390,7 +404,11 @@ class StreamRolloutWorker(RolloutWorker):
 
     def __init__(self, context: WorkerContext, **options: Any) -> None:
         super().__init__(context, **options)
-        self.stream: Groups = self._open_stream()
+        self._training = self._params(self._decoding("training"))
+        self._draws = (-1, 0)  # the stream's is no draw of a version
+        self.stream: Groups = self._open_groups(self._training, self.config.n)
+        self._apart: tuple[Batch, Draws] | None = None  # to be begun
+        self._paused: list[Batch] | None = None  # what the stream had begun; None: it is sampled
 
     @dispatch(Dispatch.RANK_ZERO)
     def load_weights(self, weights: Batch) -> int:
@@ -398,6 +416,14 @@ class StreamRolloutWorker(RolloutWorker):
         version: int = super().load_weights(weights)
         self.stream.update_weights(version)
         return version
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def begin_apart(self, prompts: Batch, draws: Draws) -> None:
+        """Have `poll` sample `prompts` while the stream's own wait, under the present weights.
+
+        What the stream has begun goes on afterwards; what can't be resumed is finished first.
+        """
+        self._apart = prompts, draws
 
     @dispatch(Dispatch.RANK_ZERO)
     def poll(self, prompts: Batch | None, seconds: float, report: bool = False) -> PollResult:
@@ -408,13 +434,33 @@ class StreamRolloutWorker(RolloutWorker):
         self.policy.require_synced()
         if prompts is not None:
             self.stream.submit(prompts)
-        done: list[Batch] = []
+        done, apart = list[Batch](), list[Batch]()
         deadline = time.monotonic() + seconds
-        while self.stream.busy and time.monotonic() < deadline:
-            done += self.stream.step()
-        partial_groups = self.stream.partial_groups() if report else None
+        while self._begin_or_resume().busy and time.monotonic() < deadline:
+            groups = self.stream.step()
+            (done if self._paused is None else apart).extend(groups)
         stream = self.stream
-        return PollResult(tuple(done), stream.busy, stream.version, stream.full, partial_groups)
+        partial_groups = stream.partial_groups() if report else None
+        busy = stream.busy + len(self._paused or ()) + (self._apart is not None)
+        return PollResult(
+            tuple(done), busy, stream.version, stream.full, partial_groups, tuple(apart)
+        )
+
+    def _begin_or_resume(self) -> Groups:
+        """What is sampled now: prompts apart once they may begin, or the stream once they ended."""
+        if self._apart is not None and (self.stream.resumable or not self.stream.busy):
+            (prompts, draws), self._apart = self._apart, None
+            how, self._paused = self._decoding(draws), self.stream.unfinished()
+            self.stream.close()
+            self.stream = self._open_groups(self._params(how), how.n)
+            self.stream.submit(prompts)
+        elif self._paused is not None and not self.stream.busy:
+            paused, self._paused = self._paused, None
+            self.stream.close()
+            self.stream = self._open_groups(self._training, self.config.n)
+            for prompt in paused:
+                self.stream.submit(prompt)
+        return self.stream
 
     def close(self) -> None:
         self.stream.close()

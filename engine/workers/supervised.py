@@ -24,18 +24,17 @@ from engine.checkpoint.state_dict import BOXES
 from engine.config import OfflineConfig, PreferenceTrainingConfig, RewardModelTrainingConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError
-from engine.models.forward import LogProbReader, OutputReader, Outputs, ValueReader
+from engine.models.forward import LogProbReader, Outputs, ValueReader
 from engine.models.value_head import classifier_of, classifier_tensors, save_adapted
 from engine.parallel.layout import DATA_AXES, Layout
-from engine.parallel.module_shards import named_tensors
-from engine.runtime.apply_layout import load_shards
 from engine.runtime.policy_runtime import (
     PolicyRuntime,
     StartModel,
+    load_opened,
     save_ranks,
     saved_tokenizer,
 )
-from engine.runtime.sharded_model import Loss, Metrics, ShardedModel, init_mesh
+from engine.runtime.sharded_model import Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState, weights_fingerprint
 from engine.workers.actor import TrainingWorker
 from engine.workers.algorithm_options import kto_options, preference_options
@@ -97,11 +96,6 @@ class OfflineWorker(TrainingWorker):
         optimizer = self.train_state.optimizer
         return self.finish_update(parts, [optimizer.step()]) | {"lr": optimizer.lr}
 
-    def _accumulate(self, batch: Batch, reader: OutputReader, loss: Loss) -> list[Metrics]:
-        budget = self.config.max_tokens_per_micro_batch
-        micros = [micro for _, micro in self.sharded.micro_batches(batch, budget)]
-        return self.accumulate(batch, micros, reader, loss)
-
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
         training = self.sharded.module.training
@@ -120,7 +114,7 @@ class SFTWorker(OfflineWorker):
             log_probs, mask = outputs["log_probs"], micro["response_mask"]
             return -(log_probs * mask).sum() / tokens, {"loss": accumulate_mean(-log_probs, mask)}
 
-        return self._step(self._accumulate(batch, self._reader(), loss))
+        return self._step(self.accumulate_rows(batch, self._reader(), loss))
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
     def validation_loss(self, batch: Batch) -> dict[str, float]:
@@ -303,7 +297,7 @@ class RewardModelWorker(OfflineWorker):
         dtype = next(self.sharded.module.parameters()).dtype
         model = self._classifier(dtype, saved_tokenizer.pad_token_id)
         if models.has_adapters(self.sharded.module):
-            critic = self._whole_critic()
+            critic = self.policy.full_model(self._load_critic)
             if critic is not None:
                 save_adapted(model, critic, saved_tokenizer, Path(folder))
             return folder
@@ -324,26 +318,9 @@ class RewardModelWorker(OfflineWorker):
             start.path, start.dtype, start.lora, start.seed, "model.lora"
         )
 
-    @torch.no_grad()
-    def _whole_critic(self) -> Any:
-        """The critic with what was trained of it, on rank 0; None on others."""
-        sharded, start = self.sharded, self._start_model
-        if sharded.ranks.layout.world_size == 1:
-            return sharded.module
-        trained = sharded.full_tensors(lambda name: ".lora_" in name or name.startswith("head."))
-        full = {name: tensor.to("cpu", copy=True) for name, tensor in trained}
-        if sharded.ranks.rank:
-            return None
-        assert start is not None, "ranks load their model"
-        opened: Any = self._open_critic(start)
-        critic, cpu = opened, torch.device("cpu")
-        if isinstance(opened, models.UnloadedModel):
-            critic = opened.module
-            load_shards(critic, opened, cpu, cpu)
-        for name, tensor in named_tensors(critic).items():
-            if name in full:
-                tensor.copy_(full[name])
-        return critic
+    def _load_critic(self) -> Any:
+        assert self._start_model is not None, "ranks load their model"
+        return load_opened(self._open_critic(self._start_model), torch.device("cpu"))
 
 
 def _last(values: Tensor, batch: Batch) -> Tensor:
@@ -373,7 +350,7 @@ class ProcessRewardWorker(RewardModelWorker):
             named = {name: accumulate_mean(value.detach(), mask) for name, value in metrics.items()}
             return (losses * mask).sum() / steps, named
 
-        return self._step(self._accumulate(batch, ValueReader(), loss))
+        return self._step(self.accumulate_rows(batch, ValueReader(), loss))
 
     def _classifier(self, dtype: torch.dtype, pad_token_id: int) -> PreTrainedModel:
         model = super()._classifier(dtype, pad_token_id)

@@ -288,3 +288,22 @@ def test_the_command_prints_the_page() -> None:
     command = [sys.executable, "-m", "engine.config"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     assert printed.stdout == markdown()
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        *("gsm8k-0.5b-1gpu", "gsm8k-1.5b-2gpu", "gsm8k-7b-8gpu"),
+        *("full", "classic_rlhf_full", "nightly"),
+    ],
+)
+def test_presets_for_gpus_decode_with_vllm_or_graphs(preset: str) -> None:
+    config = load_config(f"preset:{preset}")
+    rollout = config.rl.rollout
+    if preset.endswith("-1gpu"):
+        assert (rollout.engine, rollout.cuda_graphs) == ("native", True)
+    else:
+        assert (rollout.engine, config.evaluate.engine) == ("vllm", "vllm")
+    # What fits is chosen by the GPU's memory.
+    assert config.rl.actor.max_tokens_per_micro_batch == 16384
+    assert config.rl.actor.parallel.activation_checkpointing is None

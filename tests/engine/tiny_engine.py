@@ -33,8 +33,9 @@ from engine.data.collate import collate_completions
 from engine.data.rows import rl_row
 from engine.data.tokenizer import train_tokenizer
 from engine.models import build_model, save_model
-from engine.models.forward import token_outputs
+from engine.models.forward import LogProbReader, TokenOutputs, model_logits, token_outputs
 from engine.models.packed_attention import Segments
+from engine.models.packing import left_align
 from engine.runtime.sharded_model import ShardedModel
 
 VOCABULARY = 97
@@ -62,6 +63,19 @@ TINY_MODEL = ModelConfig(
 def response_log_probs(model: Any, batch: Batch, temperature: float, **options: Any) -> Tensor:
     """Log-probs `[B, R]` of the response tokens; 0 where there is no token."""
     return token_outputs(model, batch, temperature, **options).log_probs
+
+
+def outputs_with_kl(
+    model: Any, batch: Batch, temperature: float, reference: Any, **options: bool
+) -> TokenOutputs:
+    """Outputs with the exact KL to `reference`, by the reader that roles have."""
+
+    def reference_logits(micro: Batch) -> Tensor:
+        with torch.no_grad():
+            return model_logits(reference, left_align(micro))
+
+    reader = LogProbReader(temperature, reference=reference_logits, **options)
+    return TokenOutputs(**reader.from_model(model, batch))
 
 
 def segments_of(groups: Sequence[tuple[int, list[int]]]) -> Segments:

@@ -150,6 +150,15 @@ struct Call {
   }
 };
 
+// What `UntypedStorage.resize_` does: other memory under the tensors that share the storage.
+void resize_storage(const at::Tensor& tensor, int64_t bytes) {
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  auto moved = memory().allocate(bytes);
+  std::memcpy(moved.get(), storage->data(), std::min<size_t>(bytes, storage->nbytes()));
+  storage->set_data_ptr_noswap(std::move(moved));
+  storage->set_nbytes(bytes);
+}
+
 void run(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
   const auto name = name_of(op);
@@ -265,6 +274,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("memory_in_use", &memory_in_use);
   module.def("memory_peak", &memory_peak);
   module.def("forget_peak", &forget_peak);
+  module.def("resize_storage", &resize_storage);
   module.def("default_draws", &default_draws);
   module.def("start_capture", &start_capture);
   module.def("end_capture", [] { capturing = nullptr; });

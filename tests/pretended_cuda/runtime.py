@@ -126,4 +126,14 @@ def install() -> None:
         setattr(torch.cuda, name, value)
     bindings: Any = torch._C
     bindings._cuda_getCurrentRawStream = lambda _: 0  # bitsandbytes looks for it, on import
+    on_cpu = torch.UntypedStorage.resize_
+
+    def resize(self: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        if self.device.type != "cuda":
+            return on_cpu(self, size)
+        device.resize_storage(torch.empty(0, dtype=torch.uint8, device="cuda").set_(self), size)
+        return self
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *_, **__: self.to("cuda")  # type: ignore[method-assign]

@@ -32,8 +32,8 @@ from engine.data.sources import load_splits
 from engine.errors import DataError, PlacementError
 from engine.lineage.lookup import write_origin
 from engine.parallel.layout import Layout
-from engine.planner import Candidate
-from engine.planner.memory import estimate, usable_bytes
+from engine.planner import fitted
+from engine.planner.memory import usable_bytes
 from engine.planner.resources import GIB
 from engine.stages.fetch import resolve
 from engine.stages.plan import open_run
@@ -51,7 +51,13 @@ from engine.storage.artifacts import Draft, local_path, read_manifest
 from engine.storage.digests import hash_files
 from engine.storage.filesystem import Files
 from engine.tracking import Tracker
-from engine.trainers.auto_placement import sft_memory, sft_workload, workload
+from engine.trainers.auto_placement import (
+    fixed_settings,
+    rl_candidate,
+    sft_memory,
+    sft_workload,
+    workload,
+)
 from tasks.host import SourcesPolicy, StageError, artifact, directory, flyte_host, on_cluster
 from tasks.inputs import RLHFConfig
 
@@ -364,8 +370,9 @@ def test_a_plan_says_what_rl_takes_and_costs(tmp_path: Path) -> None:
     cost = float(lines[-1].split()[1].rstrip(","))
     assert cost == pytest.approx(config.rl.trainer.total_training_steps * step / 72, rel=0.01)
     assert list(rl_estimate(config, PROFILES["2x8xH100"]))[-1].startswith("cost      not known")
-    (scratch,) = rl_estimate(PipelineConfig(), PROFILES["laptop"])
-    assert scratch.startswith("estimate  none: the model is made from scratch")
+    scratch = list(rl_estimate(PipelineConfig(), PROFILES["laptop"]))
+    assert scratch[0] == "estimate  of RL on 1 × CPU, every row at its longest"
+    assert "fits" in scratch[1]
 
 
 def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) -> None:
@@ -384,12 +391,11 @@ def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) ->
         max_response_length=config.data.max_response_length,
         max_model_len=config.data.max_prompt_length + config.data.max_response_length,
     )
-    candidate = Candidate(
-        Layout.of(rl.actor.parallel),
-        rl.rollout.tensor_parallel_size,
-        rl.actor.max_tokens_per_micro_batch,
-        activation_checkpointing=rl.actor.parallel.activation_checkpointing,
-    )
+    parts = cluster(PROFILES["2x8xH100"]).allocations()
+    (allocation,) = (part for part in parts if part.ranks == 16)
+    chosen = fitted(work, rl_candidate(rl), allocation, fixed_settings(rl))
+    assert chosen is not None
+    assert chosen.fits
     assert not config.sft.skip
     warm = sft_workload(
         config.sft,
@@ -401,7 +407,7 @@ def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) ->
     )
     tokens = config.sft.max_tokens_per_micro_batch
     for memory in (
-        estimate(work, candidate, gpu=True),
+        chosen.memory,
         sft_memory(warm, config.sft.parallel, tokens),
     ):
         assert memory.peak <= usable_bytes(there.gpu_memory), memory
@@ -416,19 +422,19 @@ def test_a_warm_start_that_can_t_fit_is_refused_with_the_layout_that_would(tmp_p
     machines = PROFILES["2x8xH100"]
     config = documented(folder(tmp_path, "7B"), machines.name)
     copies = ParallelConfig(dp=16)
-    said = (
-        r"with sft.parallel dp=16 a GPU keeps 1\d\d GiB .* has 80; sft.parallel dp=4 fsdp=4 would"
-    )
+    said = r"with sft.parallel dp=16 a GPU keeps 1\d\d GiB .* has 80; sft.parallel .*fsdp=.* would"
     with pytest.raises(PlacementError, match=said):
         check_memory(with_sft(config, parallel=copies), machines)
     adapters = documented(folder(tmp_path, "7B"), machines.name, lora={"rank": 16})
     check_memory(with_sft(adapters, parallel=copies), machines)
     large = with_sft(documented(folder(tmp_path, "70B"), machines.name), parallel=copies)
-    said = r"sft.parallel fsdp=16 activation_checkpointing=true offload_optimizer=true would"
+    said = r"sft.parallel .*fsdp=.* \(offload moments, recompute\) would"
     with pytest.raises(PlacementError, match=said):
         check_memory(large, machines)
     few = read_profile("{base: 8xA100, gpus: 2, cpus: 22}")
-    with pytest.raises(PlacementError, match=r"sft can't fit: .* no fsdp layout of 2 GPUs would"):
+    with pytest.raises(
+        PlacementError, match=r"sft can't fit: .* no layout of these machines would"
+    ):
         check_memory(with_sft(large, parallel=ParallelConfig(dp=2)), few)
 
 

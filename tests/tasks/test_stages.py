@@ -460,7 +460,11 @@ def test_a_layout_fits_its_machines(profile: str) -> None:
 @pytest.mark.parametrize("profile", SEVERAL_GPUS)
 def test_the_warm_start_is_laid_out_as_rl(profile: str) -> None:
     fitted, whole = fitted_to(settings(), profile), PROFILES[profile]
-    assert fitted.sft.parallel == fitted.rl.actor.parallel
+    rl = fitted.rl.actor.parallel
+    assert rl.activation_checkpointing is None, "the start of RL chooses it by the GPU"
+    assert fitted.sft.parallel == rl.model_copy(
+        update={"activation_checkpointing": whole.layout.activation_checkpointing}
+    )
     check_offline_layout(fitted.sft, fitted.model.lora)
     (pool,) = offline_placement(fitted.sft).pools
     assert (pool.roles, pool.world_size, pool.gpus) == (("sft",), whole.world, 1)

@@ -21,9 +21,7 @@ from engine.config.text import PRESET, PRESETS, Setting, sections
 from engine.console import command_line
 
 _ENGINE = Path(engine.__file__).parent
-_FORMS = {
-    f"engine.{f.program}": f for f in (forms.PPO, forms.SFT, forms.PREFERENCE, forms.REWARD_MODEL)
-}
+_FORMS = {f"engine.{form.program}": form for form in forms.ALL}
 _SCRIPT = """\
 # Completion of HybridFlyte's commands, by python -m engine.completion.
 _hybridflyte() {{
@@ -52,7 +50,6 @@ complete -o default -F _hybridflyte python python3
 
 @command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the script; return the exit status."""
     argparse.ArgumentParser(
         prog="python -m engine.completion",
         description="Print a script for bash and zsh that completes commands, options, settings "
@@ -66,7 +63,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def script() -> str:
-    """Return the script for the commands that are there."""
     words = (f'        {name}) words="{" ".join(_words(name))}" ;;' for name in commands())
     return _SCRIPT.format(modules=" ".join(commands()), words="\n".join(words))
 

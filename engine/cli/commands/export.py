@@ -19,7 +19,6 @@ _CLEANUP_S = 5.0
 
 @command_line(left="nothing is left")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     options = _options(arguments)
     quiet()
     if options.beside:
@@ -55,15 +54,12 @@ def _release(options: argparse.Namespace) -> str:
     if unknown and to_hub:
         raise ConfigError(
             f"the licence of {base.sentence() if base else 'what it was trained from'} is unknown: "
-            "no card says it; name the one that this model is given away under with --license "
-            "(e.g. apache-2.0)"
+            "no card says it; name the one that this model is given away under with --license ID"
         )
     if unknown:
         say("note: no card says the base's licence; the card says so (--license)", error=True)
     if options.dry_run:
-        sizes = [
-            (model.folder / name).stat().st_size for name in model_folder.released_files(model)
-        ]
+        sizes = [entry.size for entry in model_folder.released_files(model).values()]
         return (
             f"dry run, nothing is written; {options.to}: {model.name}, content "
             f"{model.manifest.digest}, {len(sizes) + 2} files, {sum(sizes) / 2**30:.2f} GiB"

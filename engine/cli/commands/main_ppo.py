@@ -38,7 +38,6 @@ Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status, see `run_program`."""
     verl_defaults, gpu = {"action": "store_true"}, {"default": ""}
     return run_program(PPO, _USAGE, arguments, _run, verl_defaults=verl_defaults, gpu=gpu)
 

@@ -12,7 +12,6 @@ from engine.console import command_line, quiet, say
 
 @command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.pretrained",
         description="Write SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, from the "

@@ -17,7 +17,6 @@ _ALWAYS_SHOWN = ("loss", "grad_norm")  # ends of names
 
 @command_line(2)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     options = _parser().parse_args(arguments)
     record = read_record(options.folder)
     alike, tolerance = options.on_ranks or record.ranks == 1, options.tolerance
@@ -81,9 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--on-ranks", action="store_true", help="on as many ranks as recorded, by Ray")
     add("--model", default="", help="the start model, if it is elsewhere now")
     add("--threads", type=int, default=0, help="CPU threads; default: as recorded")
-    tolerance = (
-        f"relative difference that is none; default: 0, or {_OTHER_LAYOUT:g} for several ranks"
-    )
+    tolerance = f"relative difference that is none; default: 0, {_OTHER_LAYOUT:g} for several ranks"
     add("--tolerance", type=float, help=tolerance)
     return parser
 

@@ -30,7 +30,6 @@ grader, time and memory.
 
 @command_line(2)
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = ArgumentParser(
         "python -m engine.reward_audit",
         description=_ABOUT,

@@ -15,7 +15,6 @@ from engine.storage.filesystem import writing
 
 @command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m engine.student",
         description="Write a model of some of a model's decoder layers, with its embeddings, last "

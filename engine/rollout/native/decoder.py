@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from engine.errors import ConfigError
+from engine.rollout.protocol import TokenLists
 from engine.rollout.trainer_model import eval_mode
 
 
@@ -58,14 +59,14 @@ class Decoder(Protocol):
     def session(self) -> AbstractContextManager[None]:
         """Return the context that every call but `rebind` must be made in."""
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+    def prefill(self, prompts: TokenLists) -> Prefilled:
         """Run whole prompts."""
 
     def insert(self, prefilled: Prefilled, which: Tensor, slots: Tensor, running: Tensor) -> None:
         """Give prompts `which` (ascending) to `slots`, `[k]`; the slots `running` go on."""
 
     def extend(
-        self, prefilled: Prefilled, which: Tensor, tokens: Sequence[Sequence[int]], slots: Tensor
+        self, prefilled: Prefilled, which: Tensor, tokens: TokenLists, slots: Tensor
     ) -> None:
         """Append list i of `tokens` to prompt `which[i]` in `slots[i]`, where `shares_prompts`."""
         raise AssertionError("completions share no prompt here")
@@ -74,9 +75,7 @@ class Decoder(Protocol):
         """Copy what `resume` needs of a slot's first `length` tokens; None if it can't."""
         return None
 
-    def resume(
-        self, prefixes: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
-    ) -> Tensor:
+    def resume(self, prefixes: Sequence[Tensor], tokens: TokenLists, slots: Tensor) -> Tensor:
         """Give what `keep` kept, then `tokens`, to `slots` `[k]`; return logits `[k, V]`."""
         raise AssertionError("nothing was kept")
 
@@ -114,8 +113,6 @@ class RoutedExperts:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the forward passes in this block."""
-
         def record(router: nn.Module, _: object, output: tuple[Tensor, Tensor, Tensor]) -> None:
             self._chosen[router] = output[2]
 
@@ -169,7 +166,7 @@ class GenericDecoder(Decoder):
         with eval_mode(self._model), recording:
             yield
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+    def prefill(self, prompts: TokenLists) -> Prefilled:
         """Run whole prompts; `state` is their tokens `[B, P]`."""
         batch = _PaddedBatch(self._model, prompts, self._device)
         logits = batch.prefill()
@@ -223,7 +220,6 @@ class GenericDecoder(Decoder):
         return all_logits
 
     def _keep(self, index: Tensor, batch: _PaddedBatch) -> None:
-        """Keep the batch's sequences at `index`, ascending."""
         if len(index) < len(self._slots):
             batch.select(index)
             self._slots = self._slots[index]
@@ -232,9 +228,7 @@ class GenericDecoder(Decoder):
 class _PaddedBatch:
     """Sequences as the model sees them: ids and mask `[R, T]`, and its cache if it has one."""
 
-    def __init__(
-        self, model: nn.Module, sequences: Sequence[Sequence[int]], device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, sequences: TokenLists, device: torch.device) -> None:
         self._model = model
         accepted = inspect.signature(model.forward).parameters
         self._takes_positions = "position_ids" in accepted
@@ -273,7 +267,7 @@ class _PaddedBatch:
         return logits[:, -1]
 
 
-def padded(sequences: Sequence[Sequence[int]], side: str = "right") -> Tensor:
+def padded(sequences: TokenLists, side: str = "right") -> Tensor:
     """Return int64 `[B, T]`, padded with 0."""
     rows = [torch.as_tensor(row) for row in sequences]
     return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side=side)

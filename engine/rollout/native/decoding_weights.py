@@ -2,9 +2,8 @@
 
 `bind` reads a transformers model of the Llama family into plain tuples of its parameters and
 refuses what it does not know exactly. Only a matrix with a LoRA adapter is computed, W + α/r · B·A,
-once a binding. `TPModelShard` is a tensor-parallel rank's shard in the caller's storage. Every rank
-of its group runs the same rollout in step: hidden states are whole on all ranks after each block,
-and so are the gathered logits, so that all draw the same tokens (`TensorParallel`).
+once a binding. `TPModelShard` is a tensor-parallel rank's shard; all ranks of its group run the
+same rollout in step, with whole hidden states after each block and whole logits.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.errors import ModelError, RolloutError
 from engine.kernels.decoding_ops import DecoderWeights, LayerWeights, LinearWeights, RMSNorm
-from engine.rollout.protocol import SamplingParams
+from engine.rollout.protocol import SamplingParams, TokenLists
 from engine.rollout.trainer_model import LinearFunction, linear_function
 
 
@@ -71,7 +70,6 @@ class TensorParallel:
         return self.all_reduce(embedded.masked_fill_(elsewhere[..., None], 0.0))
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum the ranks' `partial` tensors in place."""
         with self._collective():
             dist.all_reduce(partial, group=self._group)
         return partial
@@ -87,10 +85,7 @@ class TensorParallel:
         return torch.cat([gathered[rank, :, :width] for rank, width in shards], dim=1)
 
     def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Broadcast the samples `[R]` of the group's first rank, in place.
-
-        Equal logits give equal samples on CPUs; a GPU's parallel sums may round differently.
-        """
+        """Broadcast the first rank's samples `[R]`, in place: GPUs' sums may round differently."""
         if tokens.device.type == "cpu":
             return
         with self._collective():
@@ -98,11 +93,7 @@ class TensorParallel:
             dist.broadcast(log_probs, group=self._group, group_src=0)
 
     def check_same_request(
-        self,
-        version: int,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        problem: RolloutError | None,
+        self, version: int, prompts: TokenLists, params: SamplingParams, problem: Exception | None
     ) -> None:
         """Raise RolloutError on all ranks unless all are to decode the same with one policy.
 
@@ -114,8 +105,7 @@ class TensorParallel:
             raise problem
         if any(failed):
             raise RolloutError(
-                f"rank {failed.index(1)} of the tensor-parallel group of {self.size} can't serve; "
-                "see its own error"
+                f"rank {failed.index(1)} of the tensor-parallel group can't serve; see its error"
             )
         if len(set(versions)) > 1:
             raise RolloutError(
@@ -154,6 +144,7 @@ _FAMILIES = (
     *(transformers.LlamaForCausalLM, transformers.MistralForCausalLM),
     *(transformers.Qwen2ForCausalLM, transformers.Qwen3ForCausalLM),
 )
+_OTHER_FAMILY = "is not a Llama, Mistral, Qwen2 or Qwen3 model"
 _STATIC_ROPE = {"default", "linear", "llama3", "yarn"}  # frequencies that don't follow the length
 
 
@@ -173,8 +164,7 @@ class UnsupportedModel(Exception):
 def bind(model: Any) -> LlamaWeights:
     """Look up `model`'s parameters; raises UnsupportedModel if its forward pass is another."""
     if type(model) not in _FAMILIES:
-        name = type(model).__name__
-        raise UnsupportedModel(f"{name} is not a Llama, Mistral, Qwen2 or Qwen3 model")
+        raise UnsupportedModel(f"{type(model).__name__} {_OTHER_FAMILY}")
     _refuse_variants(model)
     config, body = model.config, model.model
     attention, activation = body.layers[0].self_attn, body.layers[0].mlp.act_fn
@@ -320,8 +310,7 @@ class TPModelShard:
     def from_dtensors(cls, model: nn.Module) -> TPModelShard:
         """Take this rank's shard of a tensor-parallel trainer's model: its DTensors' local parts.
 
-        They must be sharded over one mesh of one axis (no FSDP on top: reshard such a model into
-        buffers first). Raises ModelError otherwise.
+        Raises ModelError unless they are sharded over one mesh of one axis, without FSDP on top.
         """
         tensors: dict[str, Tensor] = {}
         mesh = None
@@ -358,7 +347,6 @@ class TPModelShard:
         yield from self._tensors.values()
 
     def _fill(self, skeleton: nn.Module) -> None:
-        """Put this rank's tensors in place of `skeleton`'s parameters."""
         remaining = dict(self._tensors)
         like = next(iter(remaining.values()), torch.empty(0))
         for name, full in list(skeleton.named_parameters()):
@@ -408,9 +396,7 @@ def _skeleton(config: Any, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if not hasattr(getattr(skeleton, "model", None), "rotary_emb"):
-        raise UnsupportedModel(
-            f"{type(skeleton).__name__} is not a Llama, Mistral, Qwen2 or Qwen3 model"
-        )
+        raise UnsupportedModel(f"{type(skeleton).__name__} {_OTHER_FAMILY}")
     rotary = skeleton.model.rotary_emb
     skeleton.model.rotary_emb = type(rotary)(config=config).to(device)
     return skeleton

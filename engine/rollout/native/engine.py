@@ -1,14 +1,12 @@
 """The rollout engine `native`: decodes with the trainer's own parameters, copying none of them.
 
 An optimizer step is seen by the next rollout as it is; `update_weights` only records the version.
-Models of the Llama family take the fast path of `llama_decoder.py`, others `decoder.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -21,18 +19,19 @@ from engine.rollout.native.model_handle import Model, ModelHandle, bind_weights
 from engine.rollout.native.native_stream import NativeStream
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
-from engine.rollout.protocol import Completion, EngineCapabilities, RolloutStats, SamplingParams
+from engine.rollout.protocol import Completion, OnProgress, SamplingParams, TokenLists
 from engine.rollout.stream import KvOnUpdate, PartialCompletion
 from engine.rollout.trainer_model import context_length
 
 _SETTINGS = frozenset(
-    {"max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "enable_rollout_routing_replay"}
+    {"max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "kv_on_update"}
+    | {"enable_rollout_routing_replay"}
 )
 
 
 @protocol.register_engine(
     "native",
-    EngineCapabilities(
+    protocol.EngineCapabilities(
         streams=True, cuts=True, adapters=True, decodes_shards=True, settings=_SETTINGS
     ),
     options=lambda config: {
@@ -59,22 +58,19 @@ class NativeEngine:
         cuda_graphs: bool = False,
         routed_experts: bool = False,
     ) -> None:
-        """Bind to `model`, a transformers causal LM, or to this rank's shard of one.
+        """Bind to a transformers causal LM, or to this rank's shard of one.
 
         With a shard, all ranks of its group must make the same calls; each gets all completions.
-
-        `max_model_len` defaults to the model's context. Without `kv_cache_memory_mb` the cache
-        grows with the running sequences. With it the cache is allocated for as many of the longest
-        as fit so many MiB on this rank; the others wait, and one that can't fit is refused.
-        `seed` is added to that of each request. `cuda_graphs` replays decode steps as graphs where
-        the model is on a GPU, whole and of the Llama family; each completion then has its own copy
-        of its prompt's keys. `routed_experts`: completions of `generate` say which experts their
-        tokens were given to. Raises ConfigError for a length beyond the model's context, and for a
-        bound on the cache of a model whose sizes nobody knows.
+        `max_model_len` defaults to the model's context. The cache grows with the running sequences,
+        or is allocated for as many of the longest as fit `kv_cache_memory_mb` MiB on this rank; the
+        others wait, and one that can't fit is refused. `seed` is added to that of each request.
+        `cuda_graphs` needs a whole model of the Llama family on a GPU; completions then share no
+        keys. `routed_experts`: completions of `generate` say which experts their tokens were given
+        to. Raises ConfigError for a length beyond the context, and for an unknown cache size.
         """
         if max_num_seqs < 1:
             raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
-        self.stats = RolloutStats()
+        self.stats = protocol.RolloutStats()
         self._max_num_seqs, self._seed, self._routed_experts = max_num_seqs, seed, routed_experts
         self._max_model_len = protocol.resolve_max_model_len(max_model_len, context_length(model))
         self._handle = ModelHandle(model, cuda_graphs, kv_cache_memory_mb)
@@ -84,18 +80,15 @@ class NativeEngine:
         return self._handle.version
 
     def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        on_progress: Callable[[int], None] | None = None,
+        self, prompts: TokenLists, params: SamplingParams, on_progress: OnProgress = None
     ) -> list[Completion]:
-        """Return `n` completions a prompt, in order; `on_progress` gets the number finished so far.
+        """Return `n` completions a prompt, in order.
 
         A completion ends at a stop token, at `max_new_tokens`, or at `max_model_len`. Raises
         RolloutError for a bad request, NaN logits, and incomplete weights.
         """
         model = self._checked_model(prompts, params)
-        self.stats = RolloutStats(prompt_tokens=sum(map(len, prompts)))
+        self.stats = protocol.RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
             return []
         started = time.perf_counter()
@@ -104,7 +97,7 @@ class NativeEngine:
         self.stats.seconds = time.perf_counter() - started
         return completions
 
-    def _checked_model(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> Model:
+    def _checked_model(self, prompts: TokenLists, params: SamplingParams) -> Model:
         """Return the model, if this rank and those it decodes with can serve this request."""
         tp, budget, problem = self._handle.tp, self._handle.budget, None
         try:
@@ -128,11 +121,7 @@ class NativeEngine:
             bind_weights(self._handle.get())
 
     def _generate(
-        self,
-        model: Model,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        on_progress: Callable[[int], None] | None,
+        self, model: Model, prompts: TokenLists, params: SamplingParams, on_progress: OnProgress
     ) -> list[Completion]:
         params = dataclasses.replace(params, seed=params.seed + self._seed)
         total, longest = len(prompts) * params.n, max(map(len, prompts))
@@ -195,19 +184,16 @@ class NativeEngine:
         on prompts of at most `longest_prompt` tokens (default: all that leave room).
 
         `kv_on_update` says what an update does with the keys and values of the running sequences.
-        "recompute", the default, computes them again from the new weights: each log-prob is then
-        exactly that of a forward pass of its version's weights over the whole sequence, which is
-        what importance ratios assume, for the price of one prefill of all running sequences.
-        "keep" (PipelineRL) leaves the old ones, so that an update costs nothing and later tokens
-        are drawn from a mixture of policies, whose log-probs are recorded as they were drawn. A
-        model outside the Llama family is recomputed in either case.
+        "recompute" prefills them again: each log-prob is then exactly that of its version's weights
+        over the whole sequence, as importance ratios assume. "keep" (PipelineRL) costs nothing, and
+        later tokens are drawn from a mixture of policies, whose log-probs are recorded as drawn.
+        A model outside the Llama family is recomputed in either case.
 
-        `keep_prefixes`, for n=1: the keys and values of what ended are kept, as many as the slots
-        hold, for requests that go on from it (`submit(…, after=key)`) under the same weights. It
-        does nothing with `kv_cache_memory_mb`, nor outside the Llama family.
+        `keep_prefixes`, for n=1 of the Llama family without `kv_cache_memory_mb`: what ended is
+        kept, as much as the slots hold, for requests that go on from it (`submit(…, after=key)`).
 
-        Raises ConfigError for limits that fit no request and RolloutError for bad `params`, and
-        on tensor-parallel ranks, where nothing keeps the ranks' requests and steps alike.
+        Raises ConfigError for limits that fit no request, RolloutError for bad `params` and on
+        tensor-parallel ranks, where nothing keeps the ranks' requests and steps alike.
         """
         if self._handle.tp is not None:
             raise RolloutError(

@@ -1,10 +1,9 @@
 """Key/value caches of the running sequences, and attention of one new token each over them.
 
 `KVCache` stores a whole sequence in its slot. `SharedPromptCache`, for groups of completions,
-stores each prompt once and only the completions by slot: all queries of a group meet the prompt's
-keys in one product, which reads them once and not once a sequence. Both give the same numbers but
-for rounding. A cache is a rectangle, so a bound on its memory (`KvBudget`) is one on slots and on
-the prompts that are kept at once; `KeptPrefixes` holds sequences that ended for a next turn.
+stores each prompt once, and one product reads its keys for all queries of a group. A cache is a
+rectangle, so a bound on its memory (`KvBudget`) is one on slots and on the prompts that are kept at
+once; `KeptPrefixes` holds sequences that ended for a next turn.
 """
 
 from __future__ import annotations
@@ -48,7 +47,6 @@ class KvBudget:
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit."""
         return (self.memory_mb << 20) // self.token_bytes
 
     def check(self, name: str, prompt: int, longest: int) -> None:
@@ -107,7 +105,6 @@ class KeptPrefixes:
         self._prefixes: dict[Hashable, KeptPrefix] = {}  # the oldest first
 
     def add(self, key: Hashable, prefix: KeptPrefix) -> None:
-        """Keep the sequence that the request `key` ended with."""
         self.drop(key)
         self._prefixes[key] = prefix
         self.tokens += len(prefix.ids)
@@ -123,7 +120,6 @@ class KeptPrefixes:
         return prefix if list(prompt_ids[: len(prefix.ids)]) == prefix.ids else None
 
     def drop(self, key: Hashable) -> None:
-        """Forget a request's sequence, if it is kept."""
         prefix = self._prefixes.pop(key, None)
         self.tokens -= 0 if prefix is None else len(prefix.ids)
 
@@ -163,11 +159,7 @@ class KVCache:
     def insert(
         self, kv: Tensor, lengths: Tensor, which: Tensor, slots: Tensor, running: Tensor
     ) -> None:
-        """Give prompts `which` `[k]` (ascending) to `slots` `[k]`.
-
-        `kv` is `[layers, 2, B, kv_heads, P, d]` and `lengths` `[B]` of all B prompts; the slots
-        `running` stay in use.
-        """
+        """Give prompts `which` `[k]`, ascending, of `kv` `[layers, 2, B, …, P, d]` to `slots`."""
         self.fill(kv, which, slots)
 
     def fill(self, kv: Tensor, which: Tensor, slots: Tensor) -> None:
@@ -317,8 +309,7 @@ class SharedPromptCache(KVCache):
     def read(self, layer: int, q: Tensor) -> Tensor:
         """Attend from q `[L, heads, d]` to prompts and completions → `[L, heads·d]`.
 
-        One softmax runs over the scores on the prompt, computed group by group, and those on the
-        completion, computed slot by slot. Members of a group that have finished leave old finite
+        One softmax runs over both scores. Members of a group that have finished leave old finite
         numbers in the scratch tensors, whose products are not read.
         """
         s, rows = self.shape, q.shape[0]

@@ -1,10 +1,9 @@
 """Decoding of the Llama family with the trainer's parameters.
 
 `LlamaDecoder` computes what the transformers modules compute, in fewer and larger operations, over
-the caches of `kv_cache`. On a GPU, where launching a step's hundreds of short kernels takes longer
-than running them, `GraphedSteps` replays CUDA graphs. A graph has one shape and fixed addresses, so
-the batch is padded to a power of two and columns to a multiple of 128, and a shape is captured
-after it has come up a few times.
+the caches of `kv_cache`. On a GPU, where launching a step's kernels takes longer than running them,
+`GraphedSteps` replays CUDA graphs. A graph has one shape, so the batch is padded to a power of two
+and columns to a multiple of 128, and a shape is captured after it has come up a few times.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from engine.kernels.decoding_ops import LayerWeights, LinearWeights, RMSNorm, cp
 from engine.rollout.native.decoder import Prefilled, padded
 from engine.rollout.native.decoding_weights import LlamaWeights, UnsupportedModel, bind
 from engine.rollout.native.kv_cache import CacheShape, KVCache, KvRoom, Prefix, SharedPromptCache
+from engine.rollout.protocol import TokenLists
 
 Step = Callable[[Tensor, Tensor, int], Tensor]  # tokens [R], positions [R], columns → logits [R, V]
 Replay = Callable[[], Tensor]
@@ -45,12 +45,10 @@ class _Captured(NamedTuple):
 class GraphedSteps:
     """Runs steps over the first of `slots`, each in the next larger of a few shapes.
 
-    A padding row feeds token 0 at position 0 to a free slot: what it writes there the slot's next
-    sequence overwrites.
+    A padding row writes to position 0 of a free slot, where the slot's next sequence overwrites it.
     """
 
     def __init__(self, step: Step, slots: int, columns: int, capture: Capture) -> None:
-        """Wrap `step`; a sequence has at most `columns` columns."""
         self._step, self._slots, self._max_columns = step, slots, columns
         self._capture = capture
         self.clear()
@@ -88,10 +86,7 @@ class GraphedSteps:
 
 
 class CudaGraphs:
-    """Captures functions of fixed shapes and addresses; graphs share one pool of memory.
-
-    Streams and captures are of the current device, so the model's is made that.
-    """
+    """Captures functions of fixed shapes and addresses; graphs share one pool of memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -197,7 +192,7 @@ class LlamaDecoder:
         self._use(weights)
         return True
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> Prefilled:
+    def prefill(self, prompts: TokenLists) -> Prefilled:
         """Run whole prompts, padded on the right (causal attention never looks there)."""
         device = self._w.embedding.device
         lengths = torch.tensor([len(p) for p in prompts], device=device)
@@ -208,7 +203,7 @@ class LlamaDecoder:
         return Prefilled(self._logits(last), lengths, kv)
 
     def extend(
-        self, prefilled: Prefilled, which: Tensor, tokens: Sequence[Sequence[int]], slots: Tensor
+        self, prefilled: Prefilled, which: Tensor, tokens: TokenLists, slots: Tensor
     ) -> None:
         # The prompts' keys are used as they are, not computed again for each completion.
         self._steps_counted = 0
@@ -218,9 +213,7 @@ class LlamaDecoder:
     def keep(self, slot: int, length: int) -> Tensor | None:
         return None if self.shares_prompts else self._cache.copy_slot(slot, length)
 
-    def resume(
-        self, prefixes: Sequence[Tensor], tokens: Sequence[Sequence[int]], slots: Tensor
-    ) -> Tensor:
+    def resume(self, prefixes: Sequence[Tensor], tokens: TokenLists, slots: Tensor) -> Tensor:
         self._steps_counted = 0
         device = slots.device
         lengths = torch.tensor([kv.shape[3] for kv in prefixes], device=device)
@@ -323,17 +316,13 @@ class LlamaDecoder:
         half = w.head_dim // 2
         self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
         self._cpu_step = cpu_step(w, self._cos, self._sin) if w.tp is None else None
-        self._sizes = (
-            w.embedding.shape[1],
-            w.layers[0].gate.weight.shape[0],
-            len(w.layers),
-            len(w.head.weight),
-        )
+        inner, hidden = w.layers[0].gate.weight.shape
+        self._sizes = hidden, inner, len(w.layers), len(w.head.weight)
         on_device = w.embedding.is_cuda and triton_kernels.takes(w.embedding)
         self._fuses = on_device and w.activation is F.silu
 
     def _run_after(
-        self, state: Tensor, which: Tensor, lengths: Tensor, tokens: Sequence[Sequence[int]]
+        self, state: Tensor, which: Tensor, lengths: Tensor, tokens: TokenLists
     ) -> tuple[Tensor, Tensor]:
         """Run lists of `tokens`; i follows `lengths[i]` tokens of `state`'s prompt `which[i]`."""
         ids = padded(tokens).to(lengths.device)
@@ -418,7 +407,6 @@ class LlamaDecoder:
 
 
 def can_graph(weights: LlamaWeights) -> bool:
-    """Whether steps over these weights can be captured as CUDA graphs."""
     return weights.embedding.device.type == "cuda" and weights.tp is None
 
 

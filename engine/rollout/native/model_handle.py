@@ -70,9 +70,7 @@ class ModelHandle:
                 raise RolloutError("the engine was closed and has no model; pass one")
             named = dict(chosen.named_parameters())
             if meta := next((name for name, p in named.items() if p.is_meta), None):
-                raise RolloutError(
-                    f"parameter {meta!r} is on the meta device and holds no numbers; load the model"
-                )
+                raise RolloutError(f"parameter {meta!r} is on the meta device; load the model")
             self._model, self._parameters = chosen, list(named.values())
             yield chosen
 
@@ -100,8 +98,7 @@ class ModelHandle:
         if not (layers and kv_heads and width):
             raise ConfigError(
                 "rollout.kv_cache_memory_mb with a model whose config names no num_hidden_layers, "
-                "num_attention_heads and hidden_size, so that nobody knows what its cache takes; "
-                "leave it out"
+                "num_attention_heads and hidden_size, so its cache has no known size; leave it out"
             )
         if self.tp is not None:
             kv_heads = max(1, kv_heads // self.tp.size)
@@ -123,9 +120,8 @@ class ModelHandle:
     ) -> Decoder:
         """Create the fastest decoder for `model`, with `n` sequences a prompt.
 
-        Within a budget it has as many as fit. `static_batches` has a model outside the Llama family
-        decode batch after batch, each of them prefilled once; a `LlamaDecoder` needs no such
-        batches. CUDA graphs are left out where steps can't be captured.
+        `static_batches` has a model outside the Llama family decode batch after batch, each of them
+        prefilled once. CUDA graphs are left out where steps can't be captured.
         """
         slots, columns = limits.max_num_seqs, limits.longest_prompt + limits.max_new_tokens
         try:

@@ -25,14 +25,7 @@ from engine.rollout.stream import KvOnUpdate, PartialRequest, StreamedCompletion
 
 
 class NativeStream(stream.RolloutStream):
-    """A stream that `NativeEngine.stream` makes, whose weights it serves.
-
-    >>> stream = engine.stream(SamplingParams(n=8, max_new_tokens=512), max_num_seqs=256)
-    >>> stream.submit("row 17", [5, 6, 7])
-    >>> while stream.in_flight or stream.waiting:
-    ...     for done in stream.step():
-    ...         use(done.key, done.completion)
-    """
+    """A stream that `NativeEngine.stream` makes, whose weights it serves."""
 
     def __init__(
         self,
@@ -42,11 +35,7 @@ class NativeStream(stream.RolloutStream):
         kv_on_update: KvOnUpdate,
         keep_prefixes: bool,
     ) -> None:
-        """Serve the model of `handle` with `params`, whose seed is complete.
-
-        Raises RolloutError for bad parameters and for a longest sequence that the bound on the
-        cache doesn't hold, and ConfigError for limits that fit no request.
-        """
+        """Serve the model of `handle` with `params`, whose seed is complete; see `NativeEngine`."""
         protocol.check_params(params)
         if limits.max_num_seqs < params.n:
             raise ConfigError(
@@ -59,9 +48,7 @@ class NativeStream(stream.RolloutStream):
                 f"max_model_len={limits.max_model_len}"
             )
         if kv_on_update not in get_args(KvOnUpdate):
-            raise ConfigError(
-                f"kv_on_update={kv_on_update!r} is unknown; use one of {get_args(KvOnUpdate)}"
-            )
+            raise ConfigError(f"kv_on_update={kv_on_update!r} is none of {get_args(KvOnUpdate)}")
         if handle.budget is not None:
             longest = min(limits.longest_prompt + limits.max_new_tokens, limits.max_model_len)
             name = "the longest prompt of the stream"
@@ -114,12 +101,6 @@ class NativeStream(stream.RolloutStream):
         max_new_tokens: int | None = None,
         after: Hashable | None = None,
     ) -> None:
-        """Queue the `n` completions of a prompt, or those that `resume` left unfinished.
-
-        `key` decides the sampling noise (see `noise_index`) and may be used again once all its
-        completions have been returned. Raises RolloutError for a bad prompt, partial or limit, and
-        for a key in use.
-        """
         self._check_open()
         self._handle.check()
         stream.check_unused(key, self._open)
@@ -156,12 +137,11 @@ class NativeStream(stream.RolloutStream):
             self._table.cut(request)
 
     def step(self) -> list[StreamedCompletion]:
-        """Admit waiting completions where slots are free, then decode one token of every sequence.
+        """Decode one token of every sequence, as `RolloutStream.step`.
 
-        Returns the completions that ended; with nothing to do, [] at once. Raises RolloutError for
-        NaN logits, and for weights that are incomplete or were changed without `update_weights`;
-        all unfinished completions then wait in the queue, to continue after an update. What ended
-        in a step that failed comes from the next call.
+        Raises RolloutError for NaN logits, and for weights that are incomplete or were changed
+        without `update_weights`; what is unfinished then waits for an update, and what ended in a
+        step that failed comes from the next call.
         """
         self._check_open()
         if self._finished:
@@ -191,10 +171,8 @@ class NativeStream(stream.RolloutStream):
         """Continue the running sequences under `model`'s weights, as policy `version`.
 
         None: the served model's storage holds the new weights. The engine and its other streams
-        are updated with it; another stream sees that at its next step. With
-        `kv_on_update="recompute"` the keys of all unfinished tokens are computed again here. Raises
-        RolloutError if the update fails; the stream serves nothing then until one succeeds, and
-        loses no token.
+        are updated with it. Raises RolloutError if that fails; nothing is served then until an
+        update succeeds, and no token is lost.
         """
         self._check_open()
         with self._handle.updating(model, version) as chosen, torch.inference_mode():
@@ -203,26 +181,22 @@ class NativeStream(stream.RolloutStream):
         self._fingerprint = self._handle.fingerprint()
 
     def partials(self) -> list[PartialRequest]:
-        """Copy what is unfinished, also while the stream can't serve."""
         self._check_open()
         return self._scheduler.partials()
 
     def close(self) -> None:
-        """Drop all that is unfinished and free the cache; the engine still serves."""
         self._closed = True
         self._scheduler.clear()
         self._open.clear()
         self._finished = []
 
     def _bind(self, model: Model) -> Decoder:
-        """Decode with `model`, in caches without any sequence."""
         n, limits = self._params.n, self._limits
         decoder = self._handle.decoder(model, n, limits, static_batches=False)
         self._scheduler.bind(decoder)
         return decoder
 
     def _rebind(self, model: Model) -> None:
-        """Decode the running sequences with `model` from now on."""
         assert isinstance(model, nn.Module), "streams are not opened over shards"
         decoder = self._scheduler.decoder
         if decoder is not None and self._keeps_kv and decoder.rebind(model):

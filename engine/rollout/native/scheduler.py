@@ -1,6 +1,5 @@
 """Continuous batching: requests wait in a queue, and their completions are admitted to free slots.
 
-A batch of prompts (`NativeEngine.generate`) and a stream (`NativeStream`) run on `Scheduler`.
 `Slots` are the sequences that are decoded together. All their state is in tensors with one entry a
 slot; Python sees a step only as a few counts. A finished sequence stays in its slot until another
 one takes it, or until enough have finished to be worth closing the gaps. Few numbers of slots are
@@ -58,12 +57,10 @@ class Slots:
 
     @property
     def free(self) -> int:
-        """Slots that sequences can take."""
         return self.count - self.running
 
     @property
     def running(self) -> int:
-        """Sequences in decoding."""
         return self._used - self._finished
 
     def allocate(self, count: int) -> Tensor:
@@ -91,7 +88,6 @@ class Slots:
         self._token[slots] = tokens
 
     def step(self) -> None:
-        """Decode one token of every sequence."""
         used = self._used
         columns = (self._column[:used] - 1).clamp(min=0)  # a finished slot's may be anything
         logits = self.decoder.decode(self._token[:used], self._position[:used], columns)
@@ -157,9 +153,8 @@ class Scheduler:
     ) -> None:
         """Decode at most `max_num_seqs` sequences at once.
 
-        With `split_requests` completions of one request may be admitted at different times, so that
-        no slot stays free. Without, only those of a request that needs more than all slots are.
-        With `prefixes`, for n=1, what ended is kept (`take_kept`) and requests continue from it.
+        `split_requests`: completions of one request may be admitted at different times; else only
+        those of one that needs more than all slots. `prefixes`, for n=1: requests continue from it.
         """
         self._table, self._params, self._stats = table, params, stats
         self._max_num_seqs, self._split_requests = max_num_seqs, split_requests
@@ -182,7 +177,6 @@ class Scheduler:
         self._slots = Slots(decoder, self._table, self._params, count, self._stats, on_end)
 
     def add(self, request: Request) -> None:
-        """Queue the completions that wait in `request`."""
         self._queue.append(request)
         self.waiting += len(request.waiting)
 
@@ -214,7 +208,6 @@ class Scheduler:
         return len(requests)
 
     def clear(self) -> None:
-        """Drop the queue, the batch and its caches."""
         self._queue.clear()
         self.waiting = 0
         self._slots = self._carried = None
@@ -227,7 +220,6 @@ class Scheduler:
         return self._ended.pop(number, None)
 
     def partials(self) -> list[PartialRequest]:
-        """Copy all that is unfinished, the oldest request first."""
         waiting = (PartialRequest(r.key, r.prompt_ids, r.waiting) for r in self._queue)
         return [*self._table.partials(), *waiting]
 

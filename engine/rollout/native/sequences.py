@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.errors import DivergedRolloutError
-from engine.rollout.protocol import Completion, SamplingParams
+from engine.rollout.protocol import Completion, SamplingParams, TokenLists
 from engine.rollout.sampling import noise_keys
 from engine.rollout.stream import PartialCompletion, PartialRequest
 
@@ -40,8 +41,6 @@ Admitted = list[tuple[Request, list[PartialCompletion]]]  # requests with comple
 
 
 class FinishedSequence(NamedTuple):
-    """A completion that ended."""
-
     request: Request
     completion_index: int
     completion: Completion
@@ -63,8 +62,7 @@ class SequenceTable:
     ) -> None:
         """Hold sequences of at most `columns` sampled tokens, drawn from policy `version`.
 
-        `track_versions`: keep the version of each token, as `version` may change meanwhile.
-        `longest_prompt`: its tokens, where experts are recorded.
+        `track_versions`: of each token. `longest_prompt`: in tokens, where experts are recorded.
         """
         self._experts: Tensor | None = None  # [rows, tokens, layers · k], with the first recorded
         self._longest = longest_prompt + columns
@@ -109,15 +107,14 @@ class SequenceTable:
         )
         self._lengths[index] = column([len(part.token_ids) for _, part in members])
         self._stopped[index] = False
-        for row, (_, part) in zip(rows, members, strict=True):
+        for row, (request, part) in zip(rows, members, strict=True):
+            self._owners[row] = request, part.completion_index
             if count := len(part.token_ids):
                 self._tokens[row, :count] = torch.tensor(part.token_ids)
                 self._log_probs[row, :count] = torch.tensor(part.log_probs)
                 if self._versions is not None:
                     versions = torch.tensor(part.token_versions, dtype=torch.int32)
                     self._versions[row, :count] = versions
-        for row, (request, part) in zip(rows, members, strict=True):
-            self._owners[row] = request, part.completion_index
         del self._free[-len(members) :]
         return rows
 
@@ -128,7 +125,6 @@ class SequenceTable:
         self._limits[index] = self._lengths[index] + 1
 
     def owner(self, row: int) -> Request:
-        """Return the request of a sequence."""
         return self._owners[row][0]
 
     def record(self, rows: Tensor, column: Tensor, token: Tensor, log_prob: Tensor) -> Tensor:
@@ -254,9 +250,7 @@ class SequenceTable:
         return [PartialCompletion(*fields) for fields in zip(*columns, strict=True)]
 
 
-def _completion_index(part: PartialCompletion) -> int:
-    return part.completion_index
-
+_completion_index = attrgetter("completion_index")
 
 _PREFILL_TOKENS = 16384  # padded tokens of one forward pass
 
@@ -294,7 +288,7 @@ def plan_prefill(admitted: Admitted, shares_prompts: bool) -> PrefillPlan:
     return plan
 
 
-def prefill_spans(sequences: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+def prefill_spans(sequences: TokenLists) -> Iterator[tuple[int, int]]:
     """Cut `sequences` into runs (low, high) that are padded and computed in one forward pass."""
     first = widest = 0
     for high, sequence in enumerate(sequences):

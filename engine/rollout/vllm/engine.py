@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from engine.errors import RolloutError
 from engine.rollout import protocol
+from engine.rollout.stream import KvOnUpdate
 from engine.rollout.vllm import engine_launch, weight_load
 from engine.rollout.vllm.engine_weights import EngineWeights, InProcessWeights, WorkerWeights
 from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
@@ -199,8 +200,10 @@ class VllmEngine:
         with self._guard.updating(version):
             sleep_mode, engine = self._sleep_mode.update(), self._running()
             move()
+            if self._streaming and self._stream is not None and self._stream.keeps_kv:
+                self._requests.cache_salt = str(version)  # later requests find no old blocks
             # What a stream decodes goes on, with keys and values of the new weights.
-            if not engine.reset_prefix_cache(reset_running_requests=self._streaming):
+            elif not engine.reset_prefix_cache(reset_running_requests=self._streaming):
                 raise RolloutError("vLLM kept its prefix cache, as requests are still running")
             engine.set_weight_version(str(version))
             self._sleep_mode = sleep_mode
@@ -211,14 +214,18 @@ class VllmEngine:
         *,
         max_num_seqs: int | None = None,
         longest_prompt: int | None = None,
+        kv_on_update: KvOnUpdate = "recompute",
         keep_prefixes: bool = False,
     ) -> VllmStream:
         """Open a stream; limits and prefix cache are the engine's own, whatever the arguments.
 
-        One at a time, and no `generate` while it has requests. Raises RolloutError.
+        `kv_on_update` is as in `NativeEngine.stream`; with "keep" vLLM still computes anew what it
+        preempts for lack of room. One stream at a time, and no `generate` while it has requests.
+        Raises RolloutError.
         """
         self.require_serving()
-        self._stream = VllmStream(self, self._requests, self._options, self._vocabulary, params)
+        parts = self._requests, self._options, self._vocabulary, params
+        self._stream = VllmStream(self, *parts, keeps_kv=kv_on_update == "keep")
         return self._stream
 
     def require_serving(self) -> None:

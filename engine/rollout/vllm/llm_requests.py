@@ -27,6 +27,7 @@ class LLMRequests:
         self._llm, self._lora_request = llm, lora_request
         self._max_model_len, self._seed = max_model_len, seed
         self._requests = 0
+        self.cache_salt = ""  # requests share cached blocks with those of the same salt alone
 
     def submit(
         self, prompt: Sequence[int], number: int, noise: Sequence[int], params: SamplingParams
@@ -39,6 +40,8 @@ class LLMRequests:
         keys = noise_keys(seed, torch.full_like(indices, number), indices).tolist()
         room = self._max_model_len - len(prompt)
         request = vllm.TokensPrompt(prompt_token_ids=[int(token) for token in prompt])
+        if self.cache_salt:
+            request["cache_salt"] = self.cache_salt
         ids: list[str] = []
         try:
             for key in keys:

@@ -282,7 +282,7 @@ def capabilities(config: RolloutConfig) -> EngineCapabilities:
         memory_share=config.vllm.gpu_memory_utilization if config.kv_cache_memory_mb is None else 0,
         stays_awake=level == 0,
         sleep_level=(2 if on_gpu() else 0) if level is None else level,
-        settings=frozenset({"max_num_seqs", "kv_cache_memory_mb", "vllm"}),
+        settings=frozenset({"max_num_seqs", "kv_cache_memory_mb", "kv_on_update", "vllm"}),
     )
 
 

@@ -1,24 +1,7 @@
-"""Patches of vLLM's private code (vLLM 0.32), and what each is for.
+"""Patches of vLLM's private code (vLLM 0.32); `private_names.yaml` says what each is for.
 
-- `weights_unpacked` (`layers.utils.dispatch_cpu_unquantized_gemm`): on a CPU vLLM packs
-  matrices for its kernels, and packed ones can't be shared with the trainer or updated.
-- `experts_unpacked` (`CPUUnquantizedExperts.process_weights_after_loading`): the same of
-  experts, which vLLM packs once, when the engine starts; each expert becomes two plain products.
-- `weights_outside_pool` (`gpu_worker.Worker._maybe_get_memory_pool_context`): vLLM's sleep mode
-  would free the weights that the trainer shares.
-- `inspect_in_this_process` (`ModelRegistry`): a start without vLLM's cache waits ten seconds for
-  the process that vLLM asks what a model class can do.
-- `skip_compilation` (`sampler.batched_count_greater_than`, `get_masked_input_and_mask`): two small
-  functions that vLLM compiles at their first call, for many seconds.
-- `launched_by_trainer` (`ExecutorWithExternalLauncher._distributed_args`,
-  `parallel_state.init_model_parallel_group`): vLLM takes adjacent ranks for a group.
-- `inspectable_objects` (`triton_utils.dispatcher.vars`): inspection fails at llvmlite's objects.
-- `form_expert_groups` (`parallel_state._EP`): missing where a model without experts came first.
-- `keep_process_groups` (`engine.core.cleanup_dist_env_and_memory`): the end of one engine would end
-  all process groups, those of other engines and the trainer's too.
-
-The first five are active in the trainer's process while an engine starts, and always in vLLM's
-workers; the others are of the process that starts the engine.
+The first five patches are active in the trainer's process while an engine starts, and always in
+vLLM's workers; the others are of the process that starts the engine.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 An update preempts what is running; vLLM computes its keys and values again under the new weights.
 So each log-prob is that of its version's weights over the whole sequence, as with the native
-engine. vLLM itself notes which version drew which tokens.
+engine. With `keeps_kv` they stay as they are, and what begins later shares none of them. vLLM
+itself notes which version drew which tokens.
 
 vLLM takes a request when there is room for its prompt, and preempts where running ones outgrow the
 cache. Here (`KvAdmission`) a completion waits until its keys and values will fit beside those of
@@ -136,8 +137,11 @@ class VllmStream(stream.RolloutStream):
         options: VllmOptions,
         vocabulary: int,
         params: SamplingParams,
+        *,
+        keeps_kv: bool = False,
     ) -> None:
         protocol.check_params(params)
+        self.keeps_kv = keeps_kv  # whether an update leaves keys and values as they are
         self.stats = protocol.RolloutStats()  # of all steps so far
         self._engine, self._requests, self._options = engine, requests, options
         self._vocabulary, self._params = vocabulary, params

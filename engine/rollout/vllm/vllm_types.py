@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias
 
-from torch import Tensor, nn
-
-T = TypeVar("T")
+# Private objects: what is used of them is in `private_names.yaml`.
+Executor: TypeAlias = Any
+ModelRunner: TypeAlias = Any
+RequestState: TypeAlias = Any
+Worker: TypeAlias = Any
 
 
 class CompletionOutput(Protocol):
@@ -24,26 +25,6 @@ class RequestOutput(Protocol):
     outputs: Sequence[CompletionOutput]
     prompt_token_ids: Sequence[int]
     num_cached_tokens: int | None
-
-
-class RequestState(Protocol):
-    external_req_id: str
-    detokenizer: Any  # has `output_token_ids`
-    logprobs_processor: Any  # has `logprobs`, as an output
-    weight_version_starts: Sequence[tuple[str, int]]
-
-
-class Executor(Protocol):
-    """The parts of vLLM's `MultiprocExecutor` that are used here."""
-
-    workers: Sequence[Any]  # each has a process `proc`, and a pipe or None as `death_writer`
-    shutting_down: bool
-    rpc_broadcast_mq: object
-    response_mqs: Sequence[object]
-
-    def collective_rpc(
-        self, method: str, *, timeout: float, args: tuple[object, ...], non_block: bool
-    ) -> Future[list[str | None]]: ...
 
 
 class LLMEngine(Protocol):
@@ -63,18 +44,7 @@ class LLMEngine(Protocol):
     def wake_up(self, tags: list[str]) -> object: ...
 
 
-class ModelRunner(Protocol):
-    kv_caches: Sequence[Tensor]
-    vllm_config: Any
-
-    def get_model(self) -> nn.Module: ...
-
-
-class Worker(Protocol):
-    model_runner: ModelRunner
-
-
 class LLM(Protocol):
     llm_engine: LLMEngine
 
-    def collective_rpc(self, method: Callable[[Worker], T]) -> list[T]: ...
+    def collective_rpc(self, method: Callable[[Worker], object]) -> list[Any]: ...

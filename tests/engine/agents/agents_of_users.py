@@ -136,6 +136,24 @@ async def _later(url: str, key: str) -> None:
             note(f"late: {error.status_code}")
 
 
+crowd: list[asyncio.Event] = []
+
+
+async def together(row: dict[str, Any], client: Any, *, count: int = 1000) -> float:
+    """Its second turn comes when `count` episodes, all in this process, have had their first."""
+    create = client.chat.completions.create
+    first = await create(model="x", messages=[ASK], max_tokens=4)
+    event = asyncio.Event()
+    crowd.append(event)
+    if len(crowd) == count:
+        for waiting in crowd:
+            waiting.set()
+    await event.wait()
+    chat = [ASK, first.choices[0].message, ASK]
+    await create(model="x", messages=chat, max_tokens=4)
+    return 1.0
+
+
 async def without_client(row: dict[str, Any]) -> float:
     """Not what an agent is: it takes no client."""
     return 1.0

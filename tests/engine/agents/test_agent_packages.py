@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from agents_of_users import digits
 from test_agents import check_log_probs, config
 from test_environments import openenv_python, started
 from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
@@ -19,6 +20,8 @@ from tiny_engine import TINY_MODEL, arithmetic_rows, write_tiny_folder
 from engine.batch import Batch
 from engine.config import RLConfig
 from engine.data.loader import PromptLoader
+from engine.data.templates import decode_response
+from engine.data.tokenizer import load_tokenizer
 from engine.trainers.rl import RLTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -76,6 +79,32 @@ def test_verifiers_plays_by_its_own_rollout_code(
         assert 0 <= reward <= 1
         assert info["length"] >= 0
     assert sys.executable != python
+
+
+def test_harbor_plays_its_task_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task's own tests give the reward: the share of digits in the file that it asks for."""
+    python = os.environ.get("HARBOR_PYTHON", "")
+    if not python:
+        pytest.skip("HARBOR_PYTHON names no Python with images/requirements-harbor.txt")
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    program = [python, str(EXAMPLES / "harbor_episode.py"), str(HERE / "harbor_tasks")]
+    told = subprocess.run([*program, "--rows"], check=True, capture_output=True, text=True)
+    rows = [json.loads(line) for line in told.stdout.splitlines()]
+    assert [row["extra_info"]["task"] for row in rows] == ["write-digits", "write-more"]
+    seat = "--environment process --agent harbor_agent:WritingAgent"
+    how = config(f"{' '.join(program)} {seat}", n=2, timeout_s=300.0)
+    batch = played(tmp_path, how.replaced({"trainer.train_batch_size": 2}), rows)
+    assert set(batch.columns["episode_turns"]) == {2}
+    tokenizer = load_tokenizer(tmp_path / "model")
+    for ids, spans, reward in zip(
+        batch["responses"].tolist(),
+        batch.columns["episode_turn_spans"],
+        batch.columns["episode_reward"],
+        strict=True,
+    ):
+        last = decode_response(tokenizer, ids[spans[-1]["start"] : spans[-1]["stop"]])
+        assert reward == pytest.approx(digits(last.replace("\0", "").rstrip("\n")))
+    assert {info["agent_failed"] for info in batch.columns["episode_info"]} == {False}
 
 
 def test_an_environment_of_openenv_is_played_with_its_own_client(tmp_path: Path) -> None:

@@ -306,13 +306,6 @@ def test_branches_are_rows_of_one_episode(tiny_folder: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {
-                "trainer": {"mode": "async"},
-                "actor": {"parallel": {"tp": 2}},
-            },
-            "actor.parallel.tp=2 with trainer.mode=async",
-        ),
         ({"rollout": {"tensor_parallel_size": 2}}, "rollout.tensor_parallel_size=2"),
         (
             {"rollout": {"engine": "vllm", "tensor_parallel_size": 2}},

@@ -105,6 +105,28 @@ def test_a_turn_that_comes_as_the_episode_ends_is_not_recorded(served: Served) -
     assert served.session.recorder.turns == []
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_late_turn_ends_the_episode_unless_it_had_its_end(
+    served: Served, tokenizer: PreTrainedTokenizerBase, whole: bool
+) -> None:
+    [token] = tokenizer.encode("7", add_special_tokens=False)
+    last = served.session.episode.tokenizer.stop_ids[0] if whole else token
+    with ThreadPoolExecutor(1) as client:
+        call = client.submit(served.ask)
+        turn = served.turns.get(timeout=20.0)
+        turn.late = True
+        part = PartialCompletion(0, [token, last], [-1.0, -1.0], [0, 0])
+        served.endpoint.resolve([(turn, part)])
+        assert call.result().status_code == 200
+        again = client.submit(served.ask, {**ASK, "seed": 1})
+        if whole:
+            served.endpoint.resolve([(served.turns.get(timeout=20.0), part)])
+        else:
+            assert again.result().json()["error"]["code"] == "episode_turn_seconds"
+        assert again.result().status_code == (200 if whole else 400)
+    assert served.session.limit == (None if whole else "turn_seconds")
+
+
 def test_a_loop_that_is_held_up_is_named(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served.ask({}).status_code == 400
     monkeypatch.setattr(endpoint, "_LOOP_S", 0.1)
@@ -222,6 +244,28 @@ def test_an_interrupted_episode_asks_again_and_samples_what_is_new(
     [sequence] = episode.transcript.sequences
     assert [sequence.token_ids[start] for start, _ in sequence.turns] == [token] * 3
     assert len(episode.actions) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_thousand_episodes_play_at_once(
+    served: Served, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Each has its own `openai` client; none goes on before all have asked."""
+    count = 1000
+    [token] = tokenizer.encode("7", add_special_tokens=False)
+    stream: Any = Digits(token)
+    name = f"{Path(__file__).with_name('agents_of_users.py')}:together"
+    agents = AgentPool(name, {"count": count}, 0, 900.0, 900.0)
+    player = AgentPlayer(stream, agents, concurrency=count)
+    made, limits = served.session.episode.tokenizer, EpisodeLimits(400, 600)
+    episodes = [Episode(key, key, 0, made, limits, [1]) for key in range(count)]
+    player.play(episodes, [{"prompt": []}] * count)
+    agents.close()
+    assert {(episode.end, episode.error) for episode in episodes} == {("done", "")}
+    assert {episode.transcript.turns for episode in episodes if episode.transcript} == {2}
+    assert {len(episode.transcript.sequences) for episode in episodes if episode.transcript} == {1}
+    assert len(stream.open) == len(set(stream.open)) == 2 * count
 
 
 def test_a_program_ends_with_its_rollout() -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from engine.agents.agent_loop import Environments, EpisodePlayer, LocalEnvironments
 from engine.agents.environment_pool import EnvironmentPool, EnvironmentProcess
+from engine.agents.environment_protocol import EnvironmentFailure, Observation
 from engine.agents.episode import (
     Episode,
     EpisodeLimits,
@@ -34,7 +35,7 @@ from engine.errors import RolloutError
 from engine.rollout.native import NativeEngine
 from engine.rollout.native.native_stream import NativeStream
 from engine.rollout.protocol import SamplingParams
-from engine.rollout.stream import PartialGroup, with_partial_groups
+from engine.rollout.stream import PartialCompletion, PartialGroup, with_partial_groups
 from engine.workers.agent_rollout import EpisodeGroups, SavedRollout
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -236,6 +237,35 @@ def test_an_environment_that_fails_costs_its_episode(table: Table, fault: str) -
         if one.end == "failed"
     ]
     assert (scored.dropped, scored.turn_rewards[-1]) == (False, -1.0)
+
+
+class Lost(DigitGame):
+    """Its process ends for another episode's sake, each time."""
+
+    resets = 0
+
+    async def reset(self, row: Any) -> Any:
+        Lost.resets += 1
+        raise EnvironmentFailure("lost", "the process is gone")
+
+
+def test_an_episode_that_is_lost_again_and_again_fails(table: Table) -> None:
+    Lost.resets = 0
+    episodes = table.play(Lost, n=1)
+    assert [episode.end for episode in episodes] == ["failed"] * 3
+    assert Lost.resets == 3 * 3, "two restarts each"
+
+
+def test_a_saved_turn_goes_on_unless_it_is_whole(tokenizer: PreTrainedTokenizerBase) -> None:
+    turns = EpisodeTokenizer(tokenizer, (tokenizer.eos_token_id,), plain_action)
+    saved = PartialCompletion(0, [5, 6], [-1.0, -1.0], [0, 1])
+    for longest, expected in ((3, saved), (2, None)):
+        limits = EpisodeLimits(40, 64, max_turn_length=longest)
+        episode = Episode(0, 0, 0, turns, limits, [1])
+        episode.begin(ROWS[0]["prompt"], Observation())
+        turn = episode.next_turn(0.0, saved)
+        assert turn is not None
+        assert (turn.partial, turn.max_new_tokens) == (expected, longest)
 
 
 @pytest.mark.slow

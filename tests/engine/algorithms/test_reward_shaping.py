@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.algorithms import shaping
-from engine.algorithms.shaping import Refill, first_groups, groups_with_signal, refill_decision
+from engine.algorithms.shaping import first_groups, groups_with_signal
 from engine.errors import ConfigError, DataError
 
 NAN = math.nan
@@ -62,16 +62,6 @@ def test_clip() -> None:
         shaping.clip_rewards(rewards, 2, 1)
 
 
-def test_whiten_keeps_the_mean_unless_asked() -> None:
-    rewards = torch.tensor([[1.0, 3.0, NAN], [5.0, 7.0, NAN]])
-    mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
-    scale = math.sqrt(20 / 3)
-    kept = shaping.whiten_rewards(rewards, mask)
-    assert kept[0].tolist() == pytest.approx([4 - 3 / scale, 4 - 1 / scale, 0])
-    shifted = shaping.whiten_rewards(rewards, mask, shift_mean=True)
-    assert shifted[1].tolist() == pytest.approx([1 / scale, 3 / scale, 0])
-
-
 GROUPS = torch.tensor([5, 2, 5, 2, 8, 8, 3])
 
 
@@ -79,15 +69,6 @@ def test_groups_without_spread_are_dropped() -> None:
     metric = torch.tensor([1.0, 0.1, 0.0, 0.1, 0.2, 0.3, 1.0])
     kept = groups_with_signal(metric, GROUPS)
     assert kept.tolist() == [True, False, True, False, True, True, False]
-    assert groups_with_signal(metric, GROUPS, tolerance=0.5).tolist() == [
-        True,
-        False,
-        True,
-        False,
-        False,
-        False,
-        False,
-    ]
 
 
 def test_rows_left_out_neither_count_nor_stay() -> None:
@@ -105,11 +86,3 @@ def test_first_groups_in_order_of_appearance() -> None:
     assert first_groups(GROUPS, keep, 2).tolist() == [1, 3, 4, 5]
     assert first_groups(GROUPS, keep, 9).tolist() == [1, 3, 4, 5, 6]
     assert first_groups(GROUPS, keep & False, 2).tolist() == []
-
-
-def test_refill_is_bounded() -> None:
-    assert refill_decision(4, 4, 1, 3) is Refill.ENOUGH
-    assert refill_decision(3, 4, 2, 3) is Refill.MORE
-    assert refill_decision(3, 4, 3, 3) is Refill.GIVE_UP
-    with pytest.raises(ConfigError, match="max_num_gen_batches=0"):
-        refill_decision(0, 4, 0, 0)

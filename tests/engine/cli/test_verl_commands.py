@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from tiny_engine import arithmetic_rows
 
 from engine.cli import forms
@@ -140,6 +144,9 @@ def test_ppo_of_the_quickstart_is_gae_with_verls_defaults() -> None:
     )
     assert (rl.critic.optim.lr, rl.critic.ppo_epochs) == (1e-5, 1)
     assert not rl.actor.use_kl_loss
+    assert rl.actor.parallel.activation_checkpointing, "verl's enable_gradient_checkpointing"
+    assert rl.critic.parallel is not None
+    assert rl.critic.parallel.activation_checkpointing
     assert rl.critic.model_path == "Qwen/Qwen2.5-0.5B-Instruct"
     assert rl.actor.parallel.fsdp == 1
 
@@ -189,15 +196,85 @@ def test_layouts_in_megatrons_names() -> None:
         verls(GRPO, "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3")
 
 
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+@pytest.mark.parametrize(
+    ("changes", "policy", "samplers", "tp"),
+    [
+        ("trainer.nnodes=2", 8, 4, 2),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=1", 4, 4, 1),
+        ("trainer.rollout_workers=3", 2, 3, 2),
+        (
+            "trainer.n_gpus_per_node=1 actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+            1,
+            1,
+            1,
+        ),
+        ("trainer.n_gpus_per_node=3", 1, 1, 2),
+    ],
+)
+def test_samplers_share_the_gpus_with_the_trainer(
+    mode: str, changes: str, policy: int, samplers: int, tp: int
+) -> None:
+    resolved = verls(PPO_8, f"trainer.mode={mode}", *shlex.split(changes))
+    rl = resolved.config.rl
+    assert rl.actor.parallel.fsdp == policy
+    assert (rl.trainer.rollout_workers, rl.rollout.tensor_parallel_size) == (samplers, tp)
+    assert rl.rollout.vllm.in_process == (tp == 1)
+    if policy > 1:
+        assert any(f"the policy has {policy} of" in notice for notice in resolved.notices)
+    with pytest.raises(ConfigError, match=r"leave the trainer none of the 8 GPUs"):
+        verls(PPO_8, f"trainer.mode={mode}", "trainer.rollout_workers=4")
+
+
+ON_PRETENDED_GPUS = """
+import sys
+from engine.cli.commands.main_ppo import main
+from engine.controller.launch import init_options, init_ray
+kind = {"accelerator_type:H100": 1}
+counted = {"num_cpus": 4, "num_gpus": 3, "resources": kind, "object_store_memory": 200 << 20}
+init_ray(init_options({}) | counted)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="its GPUs are pretended")
+def test_gpus_of_a_node_are_split_without_pools(tmp_path: Path, tiny_folder: Path) -> None:
+    """Ray counts three GPUs, which no process finds: two ranks and a sampler run on CPUs."""
+    rows = pd.DataFrame(arithmetic_rows(8)).drop(columns="extra_info")
+    rows.to_parquet(tmp_path / "t.parquet")
+    command = f"""
+    data.train_files={tmp_path}/t.parquet data.val_files={tmp_path}/t.parquet
+    data.train_batch_size=4 data.max_response_length=6
+    actor_rollout_ref.model.path={tiny_folder} actor_rollout_ref.rollout.n=2
+    algorithm.adv_estimator=grpo reward.name=tiny_engine:digit_share trainer.mode=async
+    trainer.n_gpus_per_node=3 trainer.total_training_steps=2 trainer.threads=1
+    trainer.default_local_dir={tmp_path}/out trainer.test_freq=1
+    """
+    program = [sys.executable, "-c", ON_PRETENDED_GPUS, *shlex.split(command)]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    ran = subprocess.run(
+        program,
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert "validation" in ran.stdout
+
+
 def test_one_rank_keeps_what_only_fsdp_can_offload() -> None:
     offload = ("actor_rollout_ref.actor.fsdp_config.param_offload=True", "critic.optim.lr=1")
     offload += ("actor_rollout_ref.ref.fsdp_config.param_offload=True",)
+    offload += ("actor_rollout_ref.actor.fsdp_config.offload_policy=True",)
     resolved = resolve(None, [*offload, "trainer.n_gpus_per_node=1"])
     assert not resolved.config.rl.actor.parallel.offload_params
     assert not resolved.config.rl.reference.offload_params
-    assert sum("on one rank" in notice for notice in resolved.notices) == 2
+    assert sum("on one rank" in notice for notice in resolved.notices) == 3
     two = resolve(None, [*offload, "trainer.n_gpus_per_node=2"]).config.rl
     assert two.actor.parallel.offload_params
+    assert two.actor.parallel.offload_policy
     assert two.reference.offload_params
 
 

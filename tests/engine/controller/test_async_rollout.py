@@ -168,6 +168,68 @@ def test_a_cluster_without_room_ends_the_rollout_unless_another_sampler_runs(
             assert sorted(spawned) == ["sampler0", "sampler1"]
 
 
+class Validator(Sampler):
+    """Samples apart what it is given, a prompt a poll, unless it `fails`."""
+
+    def __init__(self, fails: int = 0) -> None:
+        super().__init__(100)
+        self.fails, self.apart = fails, list[Batch]()
+        self.given: list[int] = []
+
+    def begin_apart(self, prompts: Batch, draws: str) -> Future[None]:
+        self.apart = [prompts.rows([row]) for row in range(len(prompts))]
+        self.given += prompts["group_ids"].tolist()
+        return Ready(None)
+
+    def poll(self, prompts: Batch | None, seconds: float, report: bool) -> Future[PollResult]:
+        if self.apart and self.fails:
+            self.fails -= 1
+            return Failed(WorkerError("its GPU is lost"))
+        done = (self.apart.pop(0),) if self.apart else ()
+        return Ready(PollResult((), busy=len(self.apart), version=0, apart=done))
+
+
+def validating(samplers: dict[str, Any], health: HealthPolicy, timeout_s: float) -> AsyncRollout:
+    return AsyncRollout(
+        list(samplers),
+        AdmissionLimits(batch=8, staleness=1, steps=0),
+        health,
+        spawn=lambda name, attempt: samplers[name],
+        next_prompt=lambda: pytest.fail("a validation draws no prompts"),
+        score=Ready,
+        weights=PublishedWeights(0, Ready(Batch({"x": torch.zeros(1)}))),
+        timeout_s=timeout_s,
+    )
+
+
+PROMPTS = Batch({"group_ids": torch.tensor([4, 2, 9, 7])}, {"prompt_ids": [[5], [6], [7], [8]]})
+
+
+def test_a_lost_sampler_s_share_is_sampled_again() -> None:
+    samplers = {"sound": Validator(), "lost": Validator(fails=1)}
+    health = HealthPolicy(backoff=0.01)
+    with contextlib.closing(validating(samplers, health, 20.0)) as rollout:
+        for _ in range(2):
+            batch = rollout.sample(PROMPTS, "validation")
+            assert batch["group_ids"].tolist() == [4, 2, 9, 7]
+    assert sorted(samplers["sound"].given + samplers["lost"].given)[::2] != [2, 4, 7, 9]
+    assert "its GPU is lost" in rollout.causes[0]
+
+
+def test_samplers_that_can_t_validate_end_it_with_the_cause() -> None:
+    with (
+        contextlib.closing(validating({"a": Validator(9)}, HealthPolicy(backoff=99), 1.0)) as late,
+        pytest.raises(WorkerError, match=r"version 0 were not sampled .* 1 s.*a dead.*GPU is lost"),
+    ):
+        late.sample(PROMPTS, "validation")
+    gone = HealthPolicy(max_restarts=0)
+    with (
+        contextlib.closing(validating({"a": Validator(9)}, gone, 20.0)) as rollout,
+        pytest.raises(WorkerError, match=r"all 1 rollout workers failed.*its GPU is lost"),
+    ):
+        rollout.sample(PROMPTS, "validation")
+
+
 def _until(done: Any) -> None:
     deadline = time.monotonic() + 20
     while not done():

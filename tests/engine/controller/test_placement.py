@@ -16,7 +16,7 @@ import ray
 from probe_worker import Probe
 
 from engine.controller.launch import init_options, launch
-from engine.controller.placement import ClusterNode, Placement, Pool, require_capacity
+from engine.controller.placement import ClusterNode, Placement, Pool, by_node, require_capacity
 from engine.controller.worker_host import RoleSpec
 from engine.errors import PlacementError, WorkerError
 from engine.workers.role import Worker
@@ -60,6 +60,25 @@ def test_one_process_holds_one_rank() -> None:
     placement = Placement((Pool(("a",), world_size=2),), kind="local")
     with pytest.raises(PlacementError, match=r"2 ranks in one process; use trainer.placement=ray"):
         launch(placement, [RoleSpec("a", Closing)])
+
+
+# Bundles' nodes as Ray 2.60 chose them, by PACK on nodes of 4 cores.
+MIXED = [0, 1, 1, 0, 2, 2, 1, 2, 2]  # three times 2, 1 and 1 cores
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted"),
+    [
+        ([0, 0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 3, 4, 5, 6, 7]),
+        ([0, 1, 0, 1], [0, 2, 1, 3]),
+        (MIXED, [4, 5, 7, 8, 1, 2, 6, 0, 3]),
+        ([0, 0, 1, 1, 1, 1], [2, 3, 4, 5, 0, 1]),  # else a group of 4 would cross
+    ],
+)
+def test_ranks_of_a_node_follow_one_another(nodes: list[int], wanted: list[int]) -> None:
+    table = {bundle: f"node-{node}" for bundle, node in enumerate(nodes)}
+    assert by_node(table, table) == wanted
+    assert by_node([2, 3], table) == sorted([2, 3], key=lambda bundle: wanted.index(bundle))
 
 
 def test_a_failed_launch_closes_what_it_built() -> None:

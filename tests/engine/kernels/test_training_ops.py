@@ -17,7 +17,7 @@ from engine.config import LoRAConfig, OptimConfig
 from engine.kernels import decoder_layer, training_ops
 from engine.kernels.attention import compiled_attention, takes_compiled
 from engine.kernels.decoder_layer import gated_mlp, linears, rotate, rotated_linears
-from engine.models import add_adapters, fused
+from engine.models import add_adapters
 from engine.models.forward import token_outputs
 from engine.models.fused import apply_fused
 from engine.models.packed_attention import Segments, _by_segment
@@ -444,7 +444,7 @@ def found(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, T
 
     model.zero_grad()
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "compiled_layer", counted)
+        patch.setattr(decoder_layer, "compiled_layer", counted)
         log_probs = token_outputs(model, shared_prompts_batch(), 1.0).log_probs
     weights = torch.linspace(-1, 1, log_probs.numel()).view_as(log_probs)
     (log_probs * weights).sum().backward()
@@ -454,7 +454,7 @@ def found(model: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, dict[str, T
 
 def in_parts(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "takes_layer", lambda *args: False)
+        patch.setattr(decoder_layer, "takes_layer", lambda *args: False)
         layers, values = found(model, patch)
     assert not layers
     return values

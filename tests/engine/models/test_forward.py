@@ -8,7 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_engine import completions_batch, random_completions, response_log_probs, tiny_model
+from tiny_engine import (
+    completions_batch,
+    outputs_with_kl,
+    random_completions,
+    response_log_probs,
+    tiny_model,
+)
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -39,8 +45,8 @@ def test_outputs_equal_each_row_alone(family: str, temperature: float) -> None:
     prompts, responses = random_completions(9)
     batch = completions_batch(prompts, responses)
     with torch.no_grad():
-        got = token_outputs(
-            model, batch, temperature, entropy=True, sum_pi_squared=True, reference=reference
+        got = outputs_with_kl(
+            model, batch, temperature, reference, entropy=True, sum_pi_squared=True
         )
         plain = token_outputs(model, batch, temperature)
     assert plain.entropy is plain.sum_pi_squared is plain.full_kl is None
@@ -192,9 +198,7 @@ def test_packed_rows_give_the_same(family: str, plain_head: bool) -> None:
             apply_packing(reference)
             batch = batch | {"input_ids": batch["input_ids"].where(batch["attention_mask"] > 0, 96)}
         seen = seen_tokens(model)
-        got = token_outputs(
-            model, batch, 0.8, entropy=True, sum_pi_squared=True, reference=reference
-        )
+        got = outputs_with_kl(model, batch, 0.8, reference, entropy=True, sum_pi_squared=True)
         assert seen == [packed_tokens(batch) if pack else seqs_size(batch)]
         assert got.full_kl is not None
         (got.log_probs.sum() + got.full_kl.sum()).backward()

@@ -12,6 +12,7 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from tiny_engine import (
     completions_batch,
+    outputs_with_kl,
     random_completions,
     response_log_probs,
     save_family,
@@ -36,7 +37,6 @@ from engine.models import (
     save_model,
     vocabulary_and_context,
 )
-from engine.models.forward import token_outputs
 from engine.models.lora import merged_copy
 from engine.rollout.native.decoding_weights import UnsupportedModel, bind
 from engine.rollout.protocol import SamplingParams, create_engine
@@ -155,7 +155,7 @@ def test_full_kl_to_the_base_has_the_gradient_of_one_to_a_copy() -> None:
         policy = adapted(tiny_model("qwen2"))
         reference = BaseModelView(policy) if shared else tiny_model("qwen2")
         for rows in (range(3), range(3, 6)):
-            kl = token_outputs(policy, batch.rows(rows), 0.8, reference=reference).full_kl
+            kl = outputs_with_kl(policy, batch.rows(rows), 0.8, reference).full_kl
             assert kl is not None
             kl.sum().backward()
         grads.append([p.grad for p in adapter_parameters(policy).values()])

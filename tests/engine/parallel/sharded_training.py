@@ -114,6 +114,7 @@ def accumulate(model: PreTrainedModel, batch: Batch, ranks: Ranks) -> float:
     passes = ranks.max_over(len(micros), _TOKEN_AXES)
     total = torch.zeros(())
     for index in range(passes):
+        fsdp.reduce_over_copies(model, index == passes - 1)
         micro = micros[index] if index < len(micros) else micros[0]
         got = _forward(model, micro)
         loss = -(got.log_probs * micro["advantages"]).sum() / tokens

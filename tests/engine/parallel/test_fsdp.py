@@ -18,12 +18,13 @@ from sharded_training import (
     train,
 )
 from thorough import and_slow
-from tiny_engine import response_log_probs, tiny_model, training_batch
+from tiny_engine import outputs_with_kl, response_log_probs, tiny_model, training_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import OptimConfig, ParallelConfig
-from engine.models.forward import response_values, token_outputs
+from engine.models.forward import response_values
 from engine.models.lora import BaseModelView
 from engine.models.value_head import create_critic_model
 from engine.parallel import fsdp
@@ -66,7 +67,7 @@ def test_training_equals_one_ranks(runs: list[Run]) -> None:
     "layout", and_slow([Layout(fsdp=2)], [Layout(dp=2), Layout(dp=2, fsdp=2)]), ids=str
 )
 def test_memory_savers_change_nothing(layout: Layout) -> None:
-    savers = {"offload_params": True, "offload_optimizer": True, "activation_checkpointing": True}
+    savers = {"offload_policy": True, "offload_optimizer": True, "activation_checkpointing": True}
     runs = [
         Run(layout, "qwen2", parallel=ParallelConfig.model_validate(savers)),
         Run(layout, "qwen2", parallel=ParallelConfig(activation_checkpointing=True), lora=True),
@@ -123,6 +124,38 @@ def test_gradients_are_sums_reduced_in_float32(layout: Layout) -> None:
     """Not averages, in every group: set_gradient_divide_factor on the root reaches the root only"""
     for mixed in (False, True):
         run_ranks(layout.world_size, summed_gradients, layout, mixed)
+
+
+class AllReduces(TorchDispatchMode):
+    """Counts the all-reduces that are started inside it."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += "allreduce" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def sums_over_copies() -> None:
+    """Three passes of which the last one sums over `dp`: an all-reduce for each of three groups."""
+    ranks = Ranks.form(Layout(dp=2, fsdp=2))
+    model = Dyadic()
+    fsdp.shard_model(model, ranks, ParallelConfig(), layers=list(model.layers))
+    with AllReduces() as counted:
+        for last in (False, False, True):
+            fsdp.reduce_over_copies(model, last)
+            model(torch.full((1, 3), 2.0 ** (-4 * ranks.rank))).backward()
+    assert counted.count == 3
+    for parameter in model.parameters():
+        assert isinstance(parameter.grad, DTensor)
+        whole = parameter.grad.full_tensor()
+        assert torch.equal(whole, torch.full(parameter.shape, 3 * sum(16.0**-r for r in range(4))))
+
+
+def test_copies_sum_their_gradients_once_a_step() -> None:
+    run_ranks(4, sums_over_copies)
 
 
 def masters_below_bfloat16() -> None:
@@ -196,7 +229,7 @@ def policy_and_its_base_in_one_pass() -> None:
         if sharded:
             fsdp.shard_model(model, ranks, ParallelConfig(), layers=decoder_layers(model))
         out = fsdp.run_forward(
-            model, lambda m=model: token_outputs(m, batch, 1.0, reference=BaseModelView(m))
+            model, lambda m=model: outputs_with_kl(m, batch, 1.0, BaseModelView(m))
         )
         assert out.full_kl is not None
         (out.full_kl.sum() + out.log_probs.mean()).backward()
@@ -278,7 +311,7 @@ def test_nothing_is_shared_where_the_layout_shares_nothing() -> None:
     model = tiny_model("llama")
     kind, names = type(model), [name for name, _ in model.named_parameters()]
     fsdp.shard_model(
-        model, Ranks(Layout()), ParallelConfig(offload_params=True), layers=decoder_layers(model)
+        model, Ranks(Layout()), ParallelConfig(offload_policy=True), layers=decoder_layers(model)
     )
     fsdp.reshard(model)
     assert type(model) is kind

@@ -63,7 +63,7 @@ def test_ranks_that_have_not_met_are_named() -> None:
 
 def test_a_rank_that_never_comes_ends_the_wait() -> None:
     with pytest.raises(WorkerError, match=r"could not meet the others at 127\.0\.0\.1:\d+ within"):
-        init_process_group("127.0.0.1:29617", 0, 2, timeout_s=1.0)
+        init_process_group("127.0.0.1:29617", 0, 2, rendezvous_s=1.0)
 
 
 DEADLINE_S = 2.0
@@ -73,7 +73,7 @@ def waits_alone(address: str, axes: tuple[str, ...]) -> tuple[float, str]:
     """Rank 0 sums over `axes`, all others are alive and stay away: its seconds and the error."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    init_process_group(address, rank, world_size, DEADLINE_S)
+    init_process_group(address, rank, world_size, 60.0, DEADLINE_S)
     ranks = Ranks.form(Layout(dp=2, fsdp=2))
     group = ranks.group(*axes)  # all ranks make the group
     store = dist.distributed_c10d._get_default_store()

@@ -240,7 +240,7 @@ def spread(family: str, layout: Layout) -> tuple[nn.Module, Ranks, dict[str, str
         layers = model.layers  # type: ignore[assignment]
     if layout.tp > 1:
         apply_tensor_parallel(model, ranks.submesh("tp"))
-    config = ParallelConfig(offload_params=True)
+    config = ParallelConfig(offload_policy=True)
     fsdp.shard_model(model, ranks, config, layers=layers)
     ends = {"lm_head.weight": "model.embed_tokens.weight"} if family == "qwen2" else {}
     return model, ranks, ends if layout.pp > 1 and ranks.index("pp") else {}

@@ -120,7 +120,7 @@ def test_the_choice_is_valid_and_fits_by_its_own_estimate(work: Workload, cluste
         assert layout.data_ranks <= work.rows
         assert work.families or layout.tp * layout.pp == 1
         assert work.cuts_sequences or layout.sp == 1
-        again = estimate(work, one.candidate, gpu=allocation.gpus > 0)
+        again = estimate(one.work, one.candidate, gpu=allocation.gpus > 0)
         assert again.peak <= usable_bytes(allocation.memory)
         assert again.host <= usable_bytes(allocation.host_memory)
         assert one.price.total >= plan.chosen.price.total
@@ -222,7 +222,7 @@ def test_a_quantised_base_counts_on_each_rank_and_a_refusal_says_so() -> None:
 
 
 def test_vllm_s_share_of_a_gpu_is_left_to_it() -> None:
-    work, cluster = replace(GRPO_7B, memory_share=0.5), gpus(8, 80)
+    work, cluster = replace(GRPO_7B, memory_share=0.5, sleeps=True), gpus(8, 80)
     chosen = search(work, cluster).chosen
     memory, taken = chosen.memory, 0.5 * cluster.machines[0].gpu_memory
     assert memory.rollout + memory.cache == pytest.approx(taken)
@@ -231,7 +231,10 @@ def test_vllm_s_share_of_a_gpu_is_left_to_it() -> None:
     kept = search(replace(work, stays_awake=True), cluster).chosen.memory
     assert kept.training >= kept.weights + kept.moments + kept.gradients + taken
     with pytest.raises(PlacementError, match=r"lower rollout.vllm.gpu_memory_utilization=0.95"):
-        search(replace(work, memory_share=0.95), cluster)
+        search(replace(work, memory_share=0.95), cluster, FixedSettings(rollout_memory=True))
+    opened = search(replace(work, memory_share=0.95), cluster).chosen
+    assert opened.fits
+    assert opened.work.memory_share < 0.95
     ahead = replace(work, memory_share=0.95, runs_ahead=True)  # vLLM has GPUs of its own
     assert search(ahead, cluster).chosen.memory.cache < taken
 

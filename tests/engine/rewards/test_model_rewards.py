@@ -287,10 +287,18 @@ def test_a_reward_model_scores_conversations_in_any_batch_size(classifier: Path)
 
 def test_a_completion_can_t_write_control_tokens_for_a_reward_model(classifier: Path) -> None:
     loaded = reward_models.load_scoring_model("SequenceClassification", str(classifier), "", "")
-    end = loaded.tokenizer.eos_token
-    text = loaded.text([{"role": "user", "content": f"2+2?{end}"}], f"4{end}{end}")
-    clean = loaded.text([{"role": "user", "content": "2+2?"}], "4")
-    assert text.count(end) == clean.count(end)
+    end, end_id = loaded.tokenizer.eos_token, loaded.tokenizer.eos_token_id
+    ids = loaded.tokens([{"role": "user", "content": f"2+2?{end}"}], f"4{end}{end}")
+    clean = loaded.tokens([{"role": "user", "content": "2+2?"}], "4")
+    assert ids.count(end_id) == clean.count(end_id)
+    assert len(ids) > len(clean)
+
+
+def test_of_a_long_conversation_a_reward_model_reads_the_end(classifier: Path) -> None:
+    model = str(classifier)
+    first, second = (reward_model([p + "2+2?"], ["4"], model=model, max_length=6) for p in "ab")
+    assert first == second
+    assert first != reward_model(["2+2?"], ["5"], model=model, max_length=6)
 
 
 def test_a_reward_model_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -85,6 +85,11 @@ FAMILIES = ["qwen2", "llama", "qwen3", "mistral"]
 GENERIC = ["mistral_sliding", "gpt2"]
 
 
+def qwen2() -> nn.Module:
+    """What `server_process.vllm_url` serves for most tests."""
+    return build("qwen2")
+
+
 def build(name: str) -> nn.Module:
     """A random model with nothing at its initial special value (zero biases, unit norms)."""
     state = torch.get_rng_state()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_server import FakeServer, serving, words
-from rollout_models import CONTEXT, VOCABULARY, Subject, build
+from rollout_models import CONTEXT, VOCABULARY, Subject, build, qwen2
 from rollout_subjects import subject
 from server_process import vllm_url
 
@@ -22,7 +22,7 @@ from engine.rollout.protocol import create_engine
 @subject("server-vllm", shared=True, marks=(pytest.mark.slow, pytest.mark.timeout(600)))
 def _vllm() -> Iterator[Subject]:
     model = build("qwen2")
-    engine = create_engine("server", model, max_model_len=CONTEXT, seed=0, url=vllm_url())
+    engine = create_engine("server", model, max_model_len=CONTEXT, seed=0, url=vllm_url(qwen2))
     yield Subject(engine, model, "server-vllm")
     engine.close()
 

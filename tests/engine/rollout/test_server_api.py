@@ -13,7 +13,15 @@ import httpx
 import pytest
 import torch
 from fake_server import FakeServer, Handler, connect, sampling, serving, words
-from rollout_models import CONTEXT, VOCABULARY, build, make_prompts, reference_log_probs, train
+from rollout_models import (
+    CONTEXT,
+    VOCABULARY,
+    build,
+    make_prompts,
+    qwen2,
+    reference_log_probs,
+    train,
+)
 from server_process import vllm_url
 from thorough import and_slow
 from torch import nn
@@ -322,7 +330,7 @@ PROMPTS_vllm = make_prompts(3, seed=2)
 @pytest.fixture
 def url() -> Iterator[str]:
     """The server's address; afterwards it serves, whatever a test left behind."""
-    address = vllm_url()
+    address = vllm_url(qwen2)
     yield address
     open_engine(build("qwen2"), address).close()
 

@@ -15,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from fake_server import FakeServer, Handler, connect, drop, hang, serving, status, words
-from rollout_models import VOCABULARY, build, make_prompts, reference_log_probs
+from rollout_models import VOCABULARY, build, make_prompts, qwen2, reference_log_probs
 from server_process import vllm_url
 from stream_checks import Found, drain, gather, texts, weights_of, with_n, worst_error, write
 from tiny_engine import arithmetic_rows
@@ -313,7 +313,7 @@ def trainer_training(folder: Path, mode: str, length: int = 6, **rollout: Any) -
 
 def version_served() -> str:
     """Such as "v3"."""
-    said: str = httpx.get(f"{vllm_url()}/weight_info").json()["weight_version"]
+    said: str = httpx.get(f"{vllm_url(qwen2)}/weight_info").json()["weight_version"]
     return said.split("-")[1]
 
 
@@ -325,7 +325,9 @@ def test_each_step_samples_from_the_server_with_its_weights(folder: Path, mode: 
     with trainer_training(folder, "sync") as native:
         expected = native.validate(rows)
     served: list[str] = []
-    with trainer_training(folder, mode, engine="server", server={"url": vllm_url()}) as subject:
+    with trainer_training(
+        folder, mode, engine="server", server={"url": vllm_url(qwen2)}
+    ) as subject:
         assert subject.validate(rows) == expected, "greedy completions don't depend on the engine"
         subject.on_step = lambda step, total, metrics: served.append(version_served())
         subject.fit()
@@ -347,7 +349,10 @@ def test_each_step_samples_from_the_server_with_its_weights(folder: Path, mode: 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_the_server_samples_the_turns_of_episodes(folder: Path, mode: str) -> None:
     rows, found, batches = arithmetic_rows(6), list[Batch](), list[Batch]()
-    for kind, more in (("sync", {}), (mode, {"engine": "server", "server": {"url": vllm_url()}})):
+    for kind, more in (
+        ("sync", {}),
+        (mode, {"engine": "server", "server": {"url": vllm_url(qwen2)}}),
+    ):
         with trainer_training(folder, kind, 48, **EPISODES, **more) as subject:
             subject.on_rollouts = lambda split, step, batch: found.append(batch)
             subject.validate(rows)

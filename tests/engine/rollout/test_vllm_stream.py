@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 import torch
 from rollout_models import CONTEXT, Subject, build, make_prompts, reference_log_probs, train
-from stream_checks import Found, drain, gather, texts, update, with_n, worst_error
+from stream_checks import (
+    Found,
+    drain,
+    gather,
+    texts,
+    update,
+    weights_of,
+    with_n,
+    worst_error,
+)
 
 from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams, create_engine
@@ -166,6 +175,46 @@ def test_a_returning_request_computes_what_follows_its_full_blocks() -> None:
     drain(stream)
     assert stream.stats.prefill_tokens - before == len(again)
     engine.close()
+
+
+@needs_stream
+@pytest.mark.slow
+def test_kept_keys_stay_those_of_the_old_weights_and_later_requests_have_new_ones(
+    engine: VllmEngine,
+) -> None:
+    """transformers does the same by hand: a cache of the old weights, continued by the new."""
+    params = replace(with_n(2), stop_token_ids=())
+    stream = engine.stream(params, kv_on_update="keep")
+    prompt = [3 + i % 30 for i in range(50)]  # a whole block, which other requests may share
+    stream.submit("old", prompt)
+    for _ in range(5):
+        stream.step()
+    model = build("qwen2")
+    engine.update_weights(model, 0)  # is what the stream's updates are of
+    update(stream, model, "qwen2", 4)
+    stream.submit("new", prompt)
+    found = drain(stream)
+    old, new = weights_of("qwen2")[0], weights_of("qwen2")[4]
+    for index in range(2):
+        c = found["old", index]
+        first = c.token_versions.index(4)
+        assert 3 <= first <= 6
+        with torch.no_grad():
+            cache = old(torch.tensor([[*prompt, *c.token_ids[: first - 1]]]), use_cache=True)
+            rest = torch.tensor([c.token_ids[first - 1 : -1]])
+            logits = new(rest, past_key_values=cache.past_key_values).logits[0]
+        targets = torch.tensor(c.token_ids[first:])[:, None]
+        expected = logits.log_softmax(-1).gather(1, targets)[:, 0]
+        assert torch.allclose(torch.tensor(c.log_probs[first:]), expected, atol=1e-4)
+    ours = {name: c for name, c in found.items() if name[0] == "new"}
+    assert {v for c in ours.values() for v in c.token_versions} == {4}
+    assert worst_error("qwen2", {"new": prompt}, ours) < 1e-4
+
+    # A rollout after the stream finds none of the old blocks either.
+    stream.close()
+    [done] = engine.generate([prompt], with_n(1))
+    expected = reference_log_probs(new, prompt, done.token_ids)
+    assert torch.allclose(torch.tensor(done.log_probs), expected, atol=1e-4)
 
 
 NAME = "vllm-tp2"

@@ -15,6 +15,7 @@ from tiny_engine import tiny_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine import HybridActor, measure_switch_overhead
+from engine.parallel import fsdp
 
 pytestmark = [
     pytest.mark.gpu,
@@ -109,3 +110,40 @@ def test_under_torchrun_each_rank_takes_its_device(tiny_folder: Path, tmp_path: 
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("fine (1, 7)") == ranks
+
+
+def test_offloaded_weights_take_no_memory_between_phases() -> None:
+    model = tiny_model("qwen2").to("cuda", torch.bfloat16)
+    weights = {name: weight.clone() for name, weight in model.named_parameters()}
+    size, before = sum(w.nbytes for w in weights.values()), torch.cuda.memory_allocated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    offloaded = fsdp.OffloadedWeights(model)
+    for step in range(2):
+        assert torch.cuda.memory_allocated() <= before - size
+        assert all(p.untyped_storage().size() == 0 for p in model.parameters())
+        with offloaded.on_device():
+            for name, weight in model.named_parameters():
+                assert torch.equal(weight, weights[name] - 0.5 * step)
+                weight.grad = torch.ones_like(weight)
+                weights[name] = weights[name] if step else weight.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_offloaded_activations_leave_the_device_and_change_no_gradient() -> None:
+    def trained(offload: bool) -> tuple[int, list[torch.Tensor]]:
+        model = tiny_model("qwen2").to("cuda", torch.bfloat16)
+        fsdp.checkpoint_activations(list(model.model.layers), offload=offload)
+        ids = torch.arange(3 * 64, device="cuda").view(3, 64) % 90
+        before = torch.cuda.memory_allocated()
+        states = model.model(input_ids=ids).last_hidden_state
+        kept = torch.cuda.memory_allocated() - before
+        states.float().square().sum().backward()
+        return kept, [p.grad for p in model.parameters() if p.grad is not None]
+
+    (kept, gradients), (left, offloaded) = trained(False), trained(True)
+    assert len(gradients) == len(offloaded) > 0
+    assert all(map(torch.equal, gradients, offloaded))
+    config = tiny_model("qwen2").config
+    inputs = config.num_hidden_layers * 3 * 64 * config.hidden_size * 2
+    assert kept - left >= inputs

@@ -159,7 +159,7 @@ def same_as_whole(folder: str, cases: list[Sizes], dtype: str, family: str) -> N
 TWO: list[Sizes] = [{"dp": 2}, {"fsdp": 2}, {"tp": 2}, {"pp": 2}, {"sp": 2}]
 FOUR: list[Sizes] = [
     {"fsdp": 2, "tp": 2},
-    {"fsdp": 4, "offload_params": True},
+    {"fsdp": 4, "offload_policy": True},
     {"pp": 2, "fsdp": 2, "activation_checkpointing": True},
     {"dp": 2, "fsdp": 2},
     {"sp": 2, "tp": 2},

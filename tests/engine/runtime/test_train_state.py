@@ -250,7 +250,8 @@ BFLOAT16: tuple[str, int] = ("bfloat16", 0)
         [({axis: 2}, *BFLOAT16) for axis in ("dp", "fsdp", "sp", "tp", "pp")]
         + [({"fsdp": 2}, "float16", 0)]
         + [
-            ({"fsdp": 2, name: True}, *BFLOAT16) for name in ("offload_optimizer", "offload_params")
+            ({"fsdp": 2, f"offload_{what}": True}, *BFLOAT16)
+            for what in ("optimizer", "params", "policy")
         ],
     ),
 )

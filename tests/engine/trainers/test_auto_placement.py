@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pandas as pd
 import pytest
+import torch
 from tiny_engine import arithmetic_rows
 
 from engine.config import LoRAConfig, RLConfig
 from engine.data.loader import PromptLoader
 from engine.errors import ConfigError, PlacementError
-from engine.planner import Cluster, Machine
+from engine.planner import Cluster, Machine, PlacementPlan, explain
 from engine.planner.memory import RUNTIME
 from engine.planner.resources import GIB
+from engine.planner.sizes import Workload
 from engine.trainers import auto_placement as auto
 from engine.trainers.resume import run_settings
 from engine.trainers.rl import RLTrainer
@@ -72,6 +78,207 @@ def tight(folder: Path, config: RLConfig) -> Cluster:
         assert layout_of("actor", found).world_size == 2
         return cluster
     raise AssertionError("one rank always fits")
+
+
+_QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768, "tie_word_embeddings": False}
+_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen2.5-1.5B": _QWEN2
+    | {"hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12}
+    | {"num_key_value_heads": 2, "intermediate_size": 8960, "vocab_size": 151936}
+    | {"tie_word_embeddings": True},
+    "Qwen2.5-7B": _QWEN2
+    | {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064},
+    "Qwen3-32B": _QWEN2
+    | {"model_type": "qwen3", "hidden_size": 5120, "num_hidden_layers": 64, "head_dim": 128}
+    | {"num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 25600}
+    | {"vocab_size": 151936},
+    "Qwen3-30B-A3B": _QWEN2
+    | {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "head_dim": 128}
+    | {"num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144}
+    | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"vocab_size": 151936, "decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+H100, SMALL = ("H100", 79.6), ("L4", 23.6)
+_ALONE = {"use_kl_loss": False}
+
+
+def planned(
+    folder: Path,
+    model: str,
+    machines: int,
+    count: int,
+    kind: tuple[str, float],
+    response: int,
+    lora: dict[str, Any] | None = None,
+    **sections: Any,
+) -> PlacementPlan:
+    """The plan of a run with prompts of 512 tokens, as `trainer.placement: auto` makes it."""
+    (folder / "config.json").write_text(json.dumps(_MODELS[model]))
+    actor, trainer = sections.pop("actor", {}), sections.pop("trainer", {})
+    parallel = {"compute_dtype": "bfloat16"} | actor.get("parallel", {})
+    sections |= {"actor": actor | {"parallel": parallel}}
+    sections |= {"trainer": {"placement": "auto", "train_batch_size": 128} | trainer}
+    sections["rollout"] = {"n": 8, "engine": "vllm"} | sections.get("rollout", {})
+    config = RLConfig.model_validate(sections)
+    adapters = LoRAConfig.model_validate(lora or {})
+    work = auto.workload(
+        config,
+        model_path=str(folder),
+        lora=adapters,
+        dtype="bfloat16",
+        max_response_length=response,
+        max_model_len=response + 512,
+    )
+    machine = Machine("m", 16.0 * count, 250 * count * GIB, count, int(kind[1] * GIB), kind[0])
+    return auto.plan_for(config, work, Cluster((machine,) * machines), adapters)
+
+
+APART = {"vllm": {"in_process": False, "gpu_memory_utilization": 0.9}}
+CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
+    "1.5B on one GPU": (
+        ("Qwen2.5-1.5B", 1, 1, H100, 1024),
+        {},
+        r"one rank, rollout tp 1, 8192 tokens .* rollout with 0.5 of the GPU",
+    ),
+    "7B on eight, 4096 tokens": (
+        ("Qwen2.5-7B", 1, 8, H100, 4096),
+        {"rollout": {"tensor_parallel_size": 2}},
+        r"fsdp=8, rollout tp 2",
+    ),
+    "32B on two machines, asynchronous": (
+        ("Qwen3-32B", 2, 8, H100, 4096),
+        {"trainer": {"mode": "async"}, "rollout": APART, "actor": _ALONE},
+        r"samplers of 2 GPUs decode",
+    ),
+    "32B on two machines, HYBRID_SHARD, asynchronous": (
+        ("Qwen3-32B", 2, 8, H100, 4096),
+        {
+            "trainer": {"mode": "async"},
+            "rollout": APART | {"tensor_parallel_size": 2},
+            "actor": _ALONE | {"parallel": {"dp": 2, "fsdp": 4}},
+        },
+        r"dp=2 fsdp=4, .* offload moments.* samplers? of 2 GPUs decode",
+    ),
+    "a mixture on eight": (
+        ("Qwen3-30B-A3B", 1, 8, H100, 4096),
+        {"actor": _ALONE},
+        r"fsdp=8, rollout tp 4",
+    ),
+    "7B on eight, 32k tokens": (
+        ("Qwen2.5-7B", 1, 8, H100, 32768 - 512),
+        {},
+        r"fsdp=2 sp=4, rollout tp 4",
+    ),
+    "7B with LoRA in 4 bits on a small GPU, native": (
+        ("Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16, "quantize": "nf4"}),
+        {"rollout": {"engine": "native"}},
+        r"one rank, .* rollout with 16 rows at once",
+    ),
+    "7B with LoRA in 4 bits on a small GPU, vLLM": (
+        ("Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16, "quantize": "nf4"}),
+        {},
+        r"one rank, .* rollout with 0.65 of the GPU",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layouts_of_users_of_gpus(case: str, tmp_path: Path) -> None:
+    """Each finds one that fits its GPUs, with what the reader of the plan is to see."""
+    of, sections, said = CASES[case]
+    plan = planned(tmp_path, *of, **sections)
+    assert plan.chosen.fits
+    text = " ".join(explain(plan).split())
+    assert re.search(said, text), text
+
+
+def test_ranks_decode_together_where_they_share_a_key_head(tmp_path: Path) -> None:
+    tp = {"rollout": {"tensor_parallel_size": 4}}
+    plan = planned(tmp_path, "Qwen2.5-1.5B", 1, 4, H100, 1024, **tp)  # which has two
+    assert plan.chosen.candidate.rollout_tp == 4
+
+
+def test_sequences_over_more_ranks_than_heads_allow_name_the_next_best(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        planned(tmp_path, "Qwen2.5-7B", 1, 8, H100, 4096, actor={"parallel": {"sp": 8}})
+    assert "sp=8 does not divide the model's num_attention_heads=28" in str(refused.value)
+    assert "the next best is fsdp=2 sp=4" in str(refused.value)
+    assert "next best, without these: fsdp=8" in str(refused.value)
+
+
+def test_a_base_that_rollout_shares_fits_a_small_gpu_unquantised(tmp_path: Path) -> None:
+    of = (tmp_path, "Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16})
+    native = {"rollout": {"engine": "native"}}
+    with pytest.raises(PlacementError, match=r"or set model\.lora\.quantize=nf4"):
+        planned(*of, **native)
+    with mock.patch.object(auto.planner, "Workload", partial(Workload, shares_base=True)):
+        chosen = planned(*of, **native).chosen
+    assert chosen.memory.rollout == 0
+    assert chosen.candidate.activation_checkpointing
+
+
+def gpu_run(
+    folder: Path, memory: float, monkeypatch: pytest.MonkeyPatch, **sections: Any
+) -> RLConfig:
+    """The settings of a run in this process on a GPU of so many GiB, of the 1.5B model."""
+    (folder / "config.json").write_text(json.dumps(_MODELS["Qwen2.5-1.5B"]))
+    properties = SimpleNamespace(total_memory=int(memory * GIB))
+    monkeypatch.setattr(auto.liger, "is_installed", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    sections.setdefault("trainer", {"placement": "local", "train_batch_size": 128})
+    sections["rollout"] = {"n": 8, "engine": "vllm"} | sections.get("rollout", {})
+    return auto.resolve_auto(
+        RLConfig.model_validate(sections),
+        model_path=str(folder),
+        lora=LoRAConfig(),
+        dtype="bfloat16",
+        max_response_length=1024,
+        max_model_len=1536,
+    )
+
+
+@pytest.mark.parametrize(
+    ("memory", "actor", "tokens", "recompute", "said"),
+    [
+        (140, {}, 16384, None, "16384 tokens a micro-batch, activations kept"),
+        (79.6, {}, 8192, None, "; 16384 tokens a micro-batch, activations kept, rollout with 0.5"),
+        (36, {}, 8192, True, "activations computed again, rollout with 0.2 of the GPU: "),
+        (36, {"max_tokens_per_micro_batch": 2048}, 2048, True, "activations computed again"),
+        (79.6, {"parallel": {"activation_checkpointing": True}}, 16384, True, "again"),
+        (36, {"parallel": {"activation_checkpointing": False}}, 1024, False, "and may fail"),
+    ],
+)
+def test_a_gpu_s_memory_decides_what_is_computed_again(
+    memory: float,
+    actor: dict[str, Any],
+    tokens: int,
+    recompute: bool | None,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = gpu_run(tmp_path, memory, monkeypatch, actor=actor)
+    assert found.actor.max_tokens_per_micro_batch == tokens
+    assert found.actor.parallel.activation_checkpointing is recompute
+    line = capsys.readouterr().out
+    assert said in line
+    assert f"of {memory:.1f} GiB a GPU by the planner's estimate" in line
+
+
+def test_a_critic_of_its_own_layout_computes_again_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    critic = {"parallel": {"packing": False}}
+    options = {"algorithm": {"adv_estimator": "gae"}, "critic": critic, "rollout": {"n": 1}}
+    found = gpu_run(tmp_path, 58, monkeypatch, **options)
+    assert found.actor.parallel.activation_checkpointing
+    assert found.critic.parallel is not None
+    assert found.critic.parallel.activation_checkpointing
 
 
 def test_a_laptop_runs_as_without_auto(

@@ -172,7 +172,7 @@ def test_wrong_options_are_refused_before_anything_starts(
 def test_plugins_are_imported_in_every_process(tiny_folder: Path) -> None:
     """Loss, engine and reward are looked up in three processes that know nothing but the names."""
     pools = [
-        {"roles": ["actor", "rollout"], "cpus": 0.5},
+        {"roles": ["actor"], "cpus": 0.5},
         {"roles": ["sampler"], "cpus": 0.5},
         {"roles": ["reward"], "cpus": 0.0},
     ]

@@ -172,6 +172,11 @@ def test_auto_is_the_dtype_of_the_ranks_devices(tiny_folder: Path, tmp_path: Pat
             r"sft.parallel.offload_params is FSDP's; set sft.parallel.fsdp to 2",
         ),
         (
+            {"parallel": {"fsdp": 2, "offload_params": True}},
+            {},
+            r"sft.parallel.offload_params .*no rollout; set sft.parallel.offload_policy",
+        ),
+        (
             {"parallel": {"dp": 2}, "pools": [{"roles": ["actor"]}]},
             {},
             r"sft.pools has the roles .*'actor'.* one pool here, of roles \[sft\]",

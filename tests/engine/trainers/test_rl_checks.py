@@ -261,6 +261,13 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
         ),
         ({"rollout": {"engine": "vllm", "kv_cache_memory_mb": 999, "vllm": {"sleep": 1}}}, "grpo"),
         ({"rollout": {"engine": "vllm", "parts": 2}}, "grpo"),
+        (
+            {
+                "trainer": {"mode": "async"},
+                "rollout": {"engine": "vllm", "kv_on_update": "keep"},
+            },
+            "grpo",
+        ),
         ({"trainer": {"mode": "async"}, "rollout": {"engine": "vllm"}}, "grpo"),
         (
             {
@@ -275,7 +282,7 @@ def test_refused(changes: dict[str, Any], message: str) -> None:
                     "mode": "async",
                     "rollout_workers": 2,
                     "pools": [
-                        {"roles": ["actor", "rollout", "reference"]},
+                        {"roles": ["actor", "reference"]},
                         {"roles": ["reward"]},
                         {"roles": ["sampler"]},
                     ],

@@ -38,6 +38,7 @@ from engine.trainers.run_spec import (
     role_specs,
     rollout_worker_placement,
     rollout_worker_spec,
+    run_roles,
 )
 from engine.workers.actor import ActorWorker
 from engine.workers.role import WorkerContext
@@ -149,11 +150,62 @@ def test_samplers_that_can_t_be_are_refused(
     check_layouts(config(trainer={"mode": mode, "pools": fitting}, rollout=OWN), LoRAConfig())
 
 
-def test_beside_a_sampler_the_trainer_s_own_rollout_only_validates() -> None:
-    settings = config(trainer={"mode": "one_step_off"}, rollout={"engine": "vllm"})
-    found = specs(settings, ALL | {"sampler"})
-    assert found["sampler"]["config"].engine == "vllm"
-    assert found["rollout"]["config"].engine == "native"
+@pytest.mark.parametrize(("mode", "sampler"), [("one_step_off", {"sampler"}), ("async", set())])
+def test_beside_samplers_the_trainer_has_no_rollout(mode: str, sampler: set[str]) -> None:
+    settings = config(trainer={"mode": mode}, rollout={"engine": "vllm"})
+    _, roles = run_roles(settings)
+    assert roles == {"actor", "reference", "reward"} | sampler
+    assert default_pools(roles)[0] == ("actor", "reference")
+    both = config(trainer={"mode": mode, "pools": [{"roles": ["actor", "rollout"]}]})
+    with pytest.raises(ConfigError, match=f"this run has .*mode={mode}: no rollout"):
+        check_config(both)
+
+
+def validations(trainer: RLTrainer) -> list[object]:
+    """Metrics and tokens of six rows, then of one."""
+    found: list[object] = []
+
+    def note(split: str, step: int, batch: Batch) -> None:
+        found.append(
+            [r[m.bool()].tolist() for r, m in zip(*map(batch.__getitem__, SAMPLED), strict=True)]
+        )
+
+    trainer.on_rollouts = note
+    return [*(trainer.validate(arithmetic_rows(n)) for n in (6, 1)), *found]
+
+
+SAMPLED = ("responses", "response_mask")
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_samplers_validate_as_the_trainer_does(
+    tiny_folder: Path, tmp_path: Path, mode: str, sampled: bool
+) -> None:
+    """Before, between and after steps, with the weights of that step, whatever is in flight."""
+    drawn = {"val_kwargs": {"do_sample": True, "n": 2, "temperature": 0.7}} if sampled else {}
+    rollout = {"n": 4, **drawn}
+    scored: dict[str, Any] = {
+        "rollout": rollout,
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
+        "actor": {"optim": {"lr": 1e-2, "warmup_ratio": 0.0}},
+    }
+    with trainer(tiny_folder, "sync", steps=1, **scored) as own:
+        expected = validations(own)
+    with trainer(tiny_folder, mode, steps=3, **scored) as ahead:
+        assert validations(ahead) == expected
+        ahead.validation = arithmetic_rows(5)
+        ahead.config = ahead.config.replaced({"trainer.test_freq": 1})
+        ahead.fit()
+        between = [row["validation/reward"] for row in ahead.history]
+        after = ahead.validate(ahead.validation)["validation/reward"]
+        ahead.save(tmp_path)
+    assert len(between) == 3
+    assert after == between[-1]
+    if not sampled:  # draws depend on the version, too
+        with trainer(tmp_path, "sync", steps=1, **scored) as own:
+            assert own.validate(arithmetic_rows(5))["validation/reward"] == after
 
 
 def test_rollout_that_runs_ahead_is_corrected_unless_told_how() -> None:
@@ -302,10 +354,8 @@ def test_a_refill_beside_a_sampler_is_of_the_prompts_that_it_asked_for(tiny_fold
         assert len(mine) == 12
         for group, prompt in zip(batch["group_ids"], batch.columns["prompt"], strict=True):
             assert prompt[0]["content"] == mine[int(group)]
-    last = learned[-1]  # its first four groups are of the sampler, one version behind
-    versions = last["policy_version"].tolist()
-    assert versions == [int(group >= 4) for group in last["group_ids"]]
-    assert 1 in versions
+    # The sampler gives the refills, too: after the last step's own, whose weights it has.
+    assert set(learned[-1]["policy_version"].tolist()) == {0}
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -73,7 +73,7 @@ def test_rollout_ahead_learns_within_its_bound(
 @needs_sources
 @pytest.mark.parametrize("mode", ["one_step_off", "async"])
 def test_on_ray_samplers_of_their_own_are_within_the_bound(tiny_folder: Path, mode: str) -> None:
-    policy = {"roles": ["actor", "rollout", "reference", "reward"], "cpus": 0.5}
+    policy = {"roles": ["actor", "reference", "reward"], "cpus": 0.5}
     trainer = {"threads": 1, "pools": [policy, {"roles": ["sampler"], "cpus": 0.5}]}
     history, spans = run(tiny_folder, mode, "ray", steps=2, trainer=trainer)
     behind = [metrics["staleness/max"] for metrics in history]
@@ -180,7 +180,7 @@ def test_parts_give_the_same_completions_as_a_whole(tiny_folder: Path) -> None:
 
 
 POOLS = [
-    {"roles": ["actor", "rollout", "reference"], "cpus": 1},
+    {"roles": ["actor", "reference"], "cpus": 1},
     {"roles": ["reward"], "cpus": 0},
     {"roles": ["sampler"], "cpus": 0.25},
 ]

@@ -129,7 +129,7 @@ MORE: list[dict[str, Any]] = [
     {"tp": 2},
     {"pp": 2, "packing": False},
     {"fsdp": 2},
-    {"fsdp": 4, "activation_checkpointing": True, "offload_params": True},
+    {"fsdp": 4, "activation_offload": True, "offload_policy": True},
     {"tp": 2, "sequence_parallel": False},
     {"fsdp": 2, "tp": 2, "offload_optimizer": True},
     {"pp": 2, "fsdp": 2},
@@ -153,6 +153,40 @@ def test_every_layout_trains_as_one_rank(
 ) -> None:
     sizes = {k: v for k, v in parallel.items() if not isinstance(v, bool)}
     same_course(run_ranks(Layout(**sizes).world_size, course, folder, parallel, {}), alone)
+
+
+def phases(folder: str, parallels: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of each layout: log-probs, metrics and sampled tokens of two steps, and the weights after."""
+    found = []
+    for parallel in parallels:
+        one = worker(folder, parallel, use_kl_loss=False)
+        served = rollout_weights(one.sharded, 1, lambda: load_model(folder))
+        engine, seen = NativeEngine(served.model), dict[str, Any]()
+        share = Layout.of(one.config.parallel).data_shard(dist.get_rank())
+        stored = [local_tensor(p).untyped_storage() for p in one.sharded.module.parameters()]
+        for step in range(STEPS):
+            mine, _ = shard_rows(training_batch(ROWS, seed=step), share)
+            log_probs = one.log_probs(mine)["old_log_probs"]
+            metrics = one.update(mine)
+            served.refresh()
+            assert {s.size() == 0 for s in stored} == {parallel.get("offload_params", False)}
+            done = engine.generate([[5, 6, 7], [8]], SamplingParams(n=2, max_new_tokens=4, seed=3))
+            seen[f"step {step}"] = (log_probs, metrics, [c.token_ids for c in done])
+        weights = {name: t.clone() for name, t in one.sharded.full_tensors()}
+        found.append(seen | {"weights": weights})
+    return found
+
+
+def test_offloading_weights_between_phases_changes_no_bit(folder: str) -> None:
+    parallels: list[dict[str, Any]] = [{"fsdp": 2}, {"fsdp": 2, "offload_params": True}]
+    for stays, moves in run_ranks(2, phases, folder, parallels):
+        for step in range(STEPS):
+            (log_probs, *rest), (moved_log_probs, *moved) = (
+                found[f"step {step}"] for found in (stays, moves)
+            )
+            assert torch.equal(log_probs, moved_log_probs)
+            assert rest == moved
+        assert all(torch.equal(moves["weights"][k], w) for k, w in stays["weights"].items())
 
 
 def same_course(results: list[dict[str, Any]], alone: dict[str, Any], strays: float = 0.0) -> None:
@@ -520,7 +554,7 @@ def second_half(
 @pytest.mark.parametrize(
     ("family", "before", "after"),
     and_slow(
-        [("mixtral", {"fsdp": 4}, {"fsdp": 2})],
+        [("mixtral", {"fsdp": 4, "offload_params": True}, {"fsdp": 2, "offload_params": True})],
         [("qwen3_moe", {"fsdp": 2}, {"fsdp": 4}), ("qwen3_moe", {"dp": 2}, {"fsdp": 2})],
     ),
 )

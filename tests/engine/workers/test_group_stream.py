@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ from engine.rollout.stream import (
     take_partial_groups,
     with_partial_groups,
 )
-from engine.workers.rollout_worker import GroupStream
+from engine.workers.role import WorkerContext
+from engine.workers.rollout_worker import GroupStream, StreamRolloutWorker
 
 N, LONGEST = 3, 9
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13], [5, 9]]
@@ -64,6 +66,46 @@ def uninterrupted() -> dict[int, Batch]:
     subject = stream()
     subject.submit(prompts([0, 1, 2, 3]))
     return finish(subject, {})
+
+
+def stream_worker(folder: Path) -> StreamRolloutWorker:
+    config = RolloutConfig(n=N, max_num_seqs=16)
+    options: dict[str, Any] = {"model_path": str(folder), "config": config, "seed": 3}
+    lengths = {"max_response_length": LONGEST, "max_model_len": 40}
+    return StreamRolloutWorker(WorkerContext("sampler"), **options, **lengths)
+
+
+@pytest.mark.parametrize("polls", [0, 1, 4])
+def test_a_stream_goes_on_after_what_was_sampled_apart(tiny_folder: Path, polls: int) -> None:
+    """Token for token; and apart comes what a worker without a stream samples."""
+    alone, subject = stream_worker(tiny_folder), stream_worker(tiny_folder)
+    asked = prompts([3, 0])
+    try:
+        expected = alone.generate_greedy(asked)
+        alone.poll(prompts([0, 1, 2, 3]), 0.0)
+        wanted = {int(g["group_ids"][0]): g for g in alone.poll(None, 60.0).groups}
+
+        found: dict[int, Batch] = {}
+        apart: list[Batch] = []
+        answer = subject.poll(prompts([0, 1, 2, 3]), 0.0)
+        for _ in range(polls):
+            groups = subject.stream.step()
+            found |= {int(group["group_ids"][0]): group for group in groups}
+        subject.begin_apart(asked, "greedy")
+        answer = subject.poll(None, 0.0)
+        assert answer.busy
+        while answer.busy:
+            answer = subject.poll(None, 0.001)
+            found |= {int(group["group_ids"][0]): group for group in answer.groups}
+            apart += answer.apart
+        assert_same(found, wanted)
+        by_key = {int(group["group_ids"][0]): group for group in apart}
+        got = Batch.concat([by_key[key] for key in (3, 0)])
+        for name in ("responses", "response_mask", "policy_version"):
+            assert torch.equal(got[name], expected[name]), name
+    finally:
+        alone.close()
+        subject.close()
 
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck))

@@ -9,7 +9,6 @@ from engine.cli.commands import main_ppo
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     words = sys.argv[1:] if arguments is None else arguments
     return main_ppo.main(["--verl-defaults", *words])
 

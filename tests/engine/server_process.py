@@ -20,7 +20,6 @@ from typing import Any
 
 import httpx
 import pytest
-from rollout_models import CONTEXT, build
 
 _START_S = 540  # most of it imports: 20 s on an idle machine, minutes on a busy one
 _ENVIRONMENT = {
@@ -53,10 +52,6 @@ _FLAGS = [
 ]
 
 
-def qwen2() -> Any:
-    return build("qwen2")
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -64,8 +59,8 @@ def free_port() -> int:
         return port
 
 
-def vllm_url(model: Callable[[], Any] = qwen2) -> str:
-    """Address of a server of `model()`; skips where vLLM is not installed."""
+def vllm_url(model: Callable[[], Any]) -> str:
+    """Address of a server of `model()`, whose context is that; skips where vLLM isn't installed."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     url, problem = _start(model)
@@ -77,13 +72,15 @@ def vllm_url(model: Callable[[], Any] = qwen2) -> str:
 def _start(model: Callable[[], Any]) -> tuple[str, str]:
     """The server's address, and the end of its log if it did not start."""
     folder = Path(tempfile.mkdtemp(prefix="served-"))
-    model().save_pretrained(folder)
+    served = model()
+    served.save_pretrained(folder)
+    context = served.config.max_position_embeddings
     port, log = free_port(), folder / "log"
     with log.open("w") as output:
         server = subprocess.Popen(
             [
                 *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-                *(f"--model={folder}", f"--port={port}", f"--max-model-len={CONTEXT}"),
+                *(f"--model={folder}", f"--port={port}", f"--max-model-len={context}"),
                 *_FLAGS,
             ],
             env=os.environ | _ENVIRONMENT,

@@ -1,0 +1,1 @@
+"""Runs beside each other: `sources` reads what they left, `comparison` compares it."""
