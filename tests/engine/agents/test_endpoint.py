@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -270,7 +271,11 @@ def test_a_thousand_episodes_play_at_once(
 
 def test_a_program_ends_with_its_rollout() -> None:
     def children() -> list[psutil.Process]:
-        return [c for c in psutil.Process().children(recursive=True) if "600.5" in c.cmdline()]
+        there = []
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):  # or a zombie: it has ended
+                there += [child] if "600.5" in child.cmdline() else []
+        return there
 
     for ends in ("episode", "pool"):
         pool = AgentPool("sleep 600.5", {}, processes=0, timeout_s=600.0, blocking_s=60.0)

@@ -156,6 +156,8 @@ def fake_rank_peak(
         return resize(storage, size)
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)
+    if dist.is_initialized():  # by another test of this process
+        dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         ranks = process_groups.Ranks.form(Layout(fsdp=8), "cpu")
