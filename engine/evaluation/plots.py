@@ -106,7 +106,8 @@ def curves(metrics: Mapping[str, Mapping[str, Mapping[int, float]]]) -> dict[str
             points = np.nan_to_num([*values.values()], nan=np.nan, posinf=np.nan, neginf=np.nan)
             axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
             bold = smoothed(points) if len(points) > FEW else points
-            axes.plot(steps, bold, color=colour, linewidth=1.8)
+            alone = "o" if len(points) == 1 else None  # a line of one point is not seen
+            axes.plot(steps, bold, color=colour, linewidth=1.8, marker=alone)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.set_xlabel("step")

@@ -38,7 +38,9 @@ def _list(options: argparse.Namespace) -> None:
         say(json.dumps(runs, indent=2))
     elif runs:
         shown = [{k: "" if v is None else v for k, v in run.items()} for run in runs]
-        shown = [run | {"mlflow_run": run["mlflow_run"][:8]} for run in shown]
+        for run in shown:
+            run["mlflow_run"] = run["mlflow_run"][:8]
+            run["gain"] = f"{100 * run['gain']:+.1f} points" if run["gain"] != "" else ""
         table("runs, newest first (times in UTC)", shown)
     else:
         say("no runs in $HYBRIDFLYTE_HOME (or ./outputs) and MLflow; name its --tracking-uri")

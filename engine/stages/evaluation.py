@@ -309,7 +309,11 @@ def model_facts(digest: str, policy: Path, page: bool = False) -> dict[str, str 
 
 def read_verdict(promotion: Path) -> Verdict:
     """Return what `decision.json` says, for a person."""
-    decision = read_decision(promotion)
+    return verdict_of(read_decision(promotion))
+
+
+def verdict_of(decision: Mapping[str, Any]) -> Verdict:
+    """Return a decision as a sentence with its reason."""
     version = f"{decision['model_name']} version {decision['model_version']}"
     holds = decision["promoted"] or decision["previous_champion"] == decision["model_version"]
     if holds:
@@ -432,8 +436,7 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         f"pass@1 after {method}": rate("rl"),
         "gain": f"{points((facts['gain'], low, high))} on {facts['problems']} problems",
         **{f"reward audit ({a['scorer']})": audit_line(a) for a in facts["reward_audit"]},
-        "promotion": f"version {decision['model_version']} "
-        f"{'promoted' if decision['promoted'] else 'not promoted'} (why: below)",
+        "promotion": f"{verdict_of(facts['promotion']).title} (why: below)",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
         **({} if facts["warm_start"] else {"start model": facts["start_model"]}),
         "model's step": facts["policy_step"] or "not recorded",

@@ -46,7 +46,15 @@ def facts(tracking_uri: str, url: str) -> dict[str, Any]:
         "start_model": "",
         "warm_start": True,
         "trained_by": "rl",
-        "promotion": {"model_version": "1", "promoted": True, "reason": "better"},
+        "promotion": {
+            "promoted": True,
+            "waits_for_approval": False,
+            "reason": "better",
+            "model_name": "policy",
+            "model_version": "1",
+            "alias": "champion",
+            "previous_champion": None,
+        },  # fmt: skip
         "reward_audit": [],
         "mlflow": {
             "tracking_uri": tracking_uri,
@@ -152,7 +160,7 @@ def test_the_sentence_on_promotion_is_whole_and_all_gains_are_in_points(
     assert f"model: {display_path(folders['rl'])}" in lines, "whole, to be copied"
     assert max(len(line) for line in lines if "│" in line) <= width
     assert "+50.0 percentage points [+40.0, +60.0]" in out
-    assert "version 1 not promoted" in out
+    assert "version 1 was not promoted (why: below)" in out
 
 
 @pytest.mark.parametrize(
