@@ -70,7 +70,7 @@ def changed_settings(
 def _refused(checkpoint: Checkpoint, why: str) -> CheckpointError:
     return CheckpointError(
         f"{checkpoint.folder} was written under other settings: {why}; resume with its settings, "
-        "or give another checkpoint folder"
+        "or give another checkpoint folder (of a command line, trainer.experiment_name=NAME)"
     )
 
 

@@ -54,7 +54,7 @@ def facts(tracking_uri: str, url: str) -> dict[str, Any]:
             "model_version": "1",
             "alias": "champion",
             "previous_champion": None,
-        },  # fmt: skip
+        },
         "reward_audit": [],
         "mlflow": {
             "tracking_uri": tracking_uri,
