@@ -118,7 +118,7 @@ class ProcessEnvironment(BaseEnvironment):
             shutil.rmtree(self._root, ignore_errors=True)
 
     def _here(self, path: Path | str) -> Path:
-        """Where a path of the environment lies on the machine; within its root."""
+        """Return where a path of the environment lies on the machine, within its root."""
         place = (self._root / str(path).lstrip("/")).resolve()
         if not place.is_relative_to(self._root.resolve()):
             raise PermissionError(f"{path} leads out of the environment")

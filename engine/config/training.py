@@ -41,8 +41,8 @@ class ParallelConfig(Section):
     """Keep layers' inputs only and recompute the rest in backward; null: no, and RL on a GPU does
     where its memory would be too small"""
     activation_offload: bool = False
-    """As activation_checkpointing, and on a GPU those inputs wait in pinned CPU memory: for rows of
-    very many tokens"""
+    """Checkpoint activations, and keep the layers' inputs in pinned CPU memory until backward: for
+    rows of very many tokens on a GPU"""
 
 
 class PoolConfig(Section):

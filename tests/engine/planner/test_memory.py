@@ -203,7 +203,7 @@ def fake_rank_peak(
 def test_the_peak_of_a_rank_of_fsdp_8(
     layers: int, rows: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of Qwen2.5-7B's shape: an estimate that is wrong by 15 % either way fails."""
+    """An estimate of Qwen2.5-7B's shape that is wrong by 15 % either way fails."""
     config = Qwen2Config(
         vocab_size=152064,
         hidden_size=3584,

@@ -156,7 +156,7 @@ def test_every_layout_trains_as_one_rank(
 
 
 def phases(folder: str, parallels: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of each layout: log-probs, metrics and sampled tokens of two steps, and the weights after."""
+    """Log-probs, metrics and sampled tokens of two steps of each layout, and the weights after."""
     found = []
     for parallel in parallels:
         one = worker(folder, parallel, use_kl_loss=False)
