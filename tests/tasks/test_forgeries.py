@@ -116,7 +116,7 @@ def verdicts_and_answers_edited(bench: Bench) -> Attempt:
 
 
 def one_verdict_edited(bench: Bench) -> Attempt:
-    """Changed answers may be as few as rounding explains, but rounding changes completions first."""
+    """Few changed answers may be rounding, but rounding changes the completion first."""
 
     def forge(before: pd.DataFrame, after: pd.DataFrame) -> None:
         after.loc[after.index[~after["greedy_correct"]][0], "greedy_correct"] = True
