@@ -71,7 +71,7 @@ def retraining_on_arrival(
     seed: int = -1,
     profile: str = "laptop",
 ) -> File:
-    """Do the same as soon as data are published.
+    """Retrain the champion as soon as data are published.
 
     Args:
         arrived: Folder of dated folders with new data: a version of hybridflyte-problems.
