@@ -393,6 +393,26 @@ def split_argument(argument: str) -> tuple[str, object]:
         raise ConfigError(f"{key}: the value {text!r} is not valid YAML; quote it") from None
 
 
+def section_of_arguments(
+    section: type[C], prefix: str, arguments: Sequence[str], fixed: Mapping[str, object]
+) -> C:
+    """Return one section from `key=value` arguments, which may start with `prefix` ("data.")."""
+    values: dict[str, Any] = dict(fixed)
+    for argument in arguments:
+        key, value = split_argument(argument)
+        *parents, name = key.removeprefix(prefix).split(".")
+        inner = values
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{key}: {parent} is a value, not a section")
+        inner[name] = value
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
+
+
 def setting_paths(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type | None]]:
     """Yield the settings of a configuration: path, and `dict` where it has entries of its own."""
     for name, info in model.model_fields.items():
