@@ -50,7 +50,8 @@ bench-quick: env  ## compare speed ratios to TRL and transformers with the store
 	@$(BIN)/python benchmarks/quick.py
 
 docs: env  ## build the documentation as a site, every link checked (outputs/site)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "outputs/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "outputs/site/index.html; \
+	with the search box: $(BIN)/python -m http.server -d outputs/site"
 
 lint: env  ## check style and types only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
