@@ -29,7 +29,13 @@ from engine.models import resolve_dtype, resolve_lora, text_config, vocabulary_a
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel, open_tokenizer
 from engine.trainers import auto_placement, preference_learning
-from engine.trainers.offline import SFTTrainer, is_on_ray, total_steps
+from engine.trainers.offline import (
+    SFTTrainer,
+    changed_settings,
+    is_on_ray,
+    run_settings,
+    total_steps,
+)
 from engine.workers.algorithm_options import check_preference_training
 
 E = TypeVar("E", bound=AnyExample)
@@ -127,7 +133,10 @@ def _plan_lines(config: OfflineRunConfig, train: Sequence[AnyExample], steps: in
         yield f"estimate  for {ranks} × {kind or 'CPU'}; memory by the longest row"
         yield from [*longest.lines[:-1], usual.lines[-1]]
         seconds = usual.seconds
-    yield from run_folder.plan_lines(config.run, steps, seconds)
+    settings = run_settings(training, config.seed, config.model.path, len(train))
+    yield from run_folder.plan_lines(
+        config.run, steps, seconds, lambda saved: changed_settings(training, saved, settings)
+    )
 
 
 def _kind(config: OfflineRunConfig) -> str:

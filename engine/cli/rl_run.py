@@ -302,11 +302,10 @@ def _rollout_log(run: RLRun, log: RunLog) -> RolloutLog:
     )
 
 
-def headline(config: RLConfig) -> str:
+def headline(config: RLConfig, prompts: int) -> str:
     return (
         f"rl: {config.algorithm.adv_estimator} on {config.trainer.placement}, rollout by "
-        f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × {config.rollout.n} "
-        "completions a step"
+        f"{config.rollout.engine}, {prompts} prompts × {config.rollout.n} completions a step"
     )
 
 

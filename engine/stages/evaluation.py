@@ -168,7 +168,7 @@ def answer_problems(
     share = share_of(sum(map(len, problems.values())), part)
     each = (share.stop - share.start) * (1 + config.samples)
     rows: dict[str, pd.DataFrame] = {}
-    bar = Progress(len(models) * each, "evaluate", "answer")
+    bar = Progress(len(models) * each, "evaluation", "answer")
     with bar:
         for name, folder in models.items():
 

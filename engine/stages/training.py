@@ -314,7 +314,7 @@ def rl(
             on_page=host().live_page("Rollouts"),
         )
         log = rl_run.RunLog(this.tracked, logs, step_lines="console" in run.logger)
-        say(rl_run.headline(config))
+        say(rl_run.headline(config, training.loader.batch_size))
         trained = rl_run.train_policy(training, log)
         steps = pd.DataFrame(trained.history)
         steps[MODEL] = steps["step"] == trained.final.step
