@@ -287,7 +287,8 @@ def _plain(latex: str) -> str:
     """LaTeX without what changes nothing: blanks, `\\left`, `\\dfrac`, a full stop."""
     for old, new in (("\\left", ""), ("\\right", ""), ("dfrac", "frac"), ("tfrac", "frac")):
         latex = latex.replace(old, new)
-    return "".join(latex.split()).strip("$").rstrip(".")
+    two_numbers = re.sub(r"(?<=\d)\s+(?=\d)(?!\d{3}(?!\d))", ";", latex)  # 5 6 is not 56
+    return "".join(two_numbers.split()).strip("$").rstrip(".")
 
 
 # The letter of a multiple choice.
