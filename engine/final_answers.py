@@ -7,8 +7,6 @@ second number, an operator, "or", "million") means that there is no answer: neve
 taken for the whole.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from functools import cache

@@ -1,7 +1,5 @@
 """Preferences of a policy's own completions or of files, and RL by a learned reward."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ declares its options. The modules with this project's entries are imported when 
 users' by the configuration's `plugins`, or by a name such as `package.module:attribute`.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import importlib

@@ -6,8 +6,6 @@ can't hang. It forks the worker and relays its stderr. All orphans below the gua
 children: none outlives the worker, and nothing the run. Imports neither torch nor pydantic.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import importlib

@@ -5,8 +5,6 @@ killed for memory, a deadline, an image that can't be pulled. Flyte requires a h
 inputs of its workflow, hence one per workflow.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from datetime import datetime

@@ -4,8 +4,6 @@
 it reaches the terminal as one sentence.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any, Self
 

@@ -4,8 +4,6 @@ Where a task runs and what is retried and cached is in `engine.stages.pods`, by 
 whose inputs it has, is the function of that name in `engine.stages`.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, Mapping

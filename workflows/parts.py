@@ -1,7 +1,5 @@
 """The pipelines of `workflows.pipelines` as flytekit's workflows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

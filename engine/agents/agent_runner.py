@@ -12,8 +12,6 @@ An agent runs as an environment does (`environment_pool`): its whole episode is 
 neither torch nor pydantic.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

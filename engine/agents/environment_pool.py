@@ -12,8 +12,6 @@ process, or keeps it from answering, costs the process (`engine.worker_process`)
 there fail as `lost`, and restart in a new one. Imports neither torch nor pydantic.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math

@@ -6,8 +6,6 @@ Where the client says something else of the past, or goes on from an earlier tur
 sequence begins, and the episode has branches. No thread or server here: `endpoint` has those.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from array import array

@@ -1,7 +1,5 @@
 """The arguments of each `python -m engine.main_…`, and the settings that they become."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -5,8 +5,6 @@ or hang Python, and Ray waits for an absent cluster without a limit. No check le
 and each network request has a deadline.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import logging

@@ -7,8 +7,6 @@ function of verl's kind (one completion at a time) is called for each row.
 The module's name is part of recorded settings, and reward processes load it: it stays, and light.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The base class of all sections."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Self, get_args, get_origin

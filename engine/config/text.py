@@ -1,7 +1,5 @@
 """Configurations as text: read from files and dictionaries, and listed with their meaning."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

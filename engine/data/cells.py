@@ -3,8 +3,6 @@
 It loads neither pandas nor torch.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence

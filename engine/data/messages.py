@@ -5,8 +5,6 @@ the row is refused. In canonical form `content` is text, arguments of calls are 
 field is None.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ subset is its default, a split may be a slice such as `train[:10%]`. `MappedRows
 `read_file_rows` returns all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A canonical row has the contract's columns and any others of its file, chat mess
 and its ground truth in `reward_model` alone. This module loads neither pandas nor torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, TypeVar

@@ -7,8 +7,6 @@ that share a prompt, such as a preference pair, are computed as one, with a mask
 apart; of many with a short one, each has a copy of it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools

@@ -7,8 +7,6 @@ thread; as one autograd function it is one node, with the same numbers to the bi
 puts these in place of transformers' modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

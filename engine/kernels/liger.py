@@ -5,8 +5,6 @@ up to eight of torch's. Matrix products and attention are the modules' own, so a
 weights and FSDP's shards are what they were. Liger-Kernel (arXiv:2410.10989) is optional.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable

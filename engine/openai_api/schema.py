@@ -4,8 +4,6 @@ Nothing here knows a server: `parse` takes what a client sent, within `RequestLi
 builds what the client gets back, as a whole or as the events of a stream.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

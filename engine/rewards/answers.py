@@ -5,8 +5,6 @@ of a multiple choice (`multiple_choice`), text (`exact_match`, `normalised_match
 JSON, and `environment`. What can take any time on a text is pooled.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import string

@@ -5,8 +5,6 @@ calls it right, or where it earns half or more of what a right answer earns over
 without a right answer is a hole, and a hole fails the audit.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence

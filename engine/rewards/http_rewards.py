@@ -5,8 +5,6 @@ Several requests are sent at once, each with a deadline. One that the server can
 (other 4xx) is not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import hashlib

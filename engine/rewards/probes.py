@@ -4,8 +4,6 @@ A probe writes completions for a `Case`: a row, with its right answer, a wrong o
 which the scorer reads answers. `audit` scores them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal

@@ -3,8 +3,6 @@
 Also float32 masters of narrower weights, and loss scaling for float16.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any

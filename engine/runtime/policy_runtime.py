@@ -1,7 +1,5 @@
 """A policy on this process's ranks, for training, for rollout, and for its model folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Only the boxes that ranks lack are exchanged (`engine.parallel.reshard`), into b
 rollout's layout or into vLLM's own parameters. `rollout_weights` and `vllm_weights` choose.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable

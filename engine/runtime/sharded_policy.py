@@ -1,7 +1,5 @@
 """A policy on many ranks with the interface of a model on one rank, for training scripts."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

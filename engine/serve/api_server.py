@@ -4,8 +4,6 @@ It listens before the model (and torch) is loaded; until then `/health` and requ
 A field that the server does not offer is refused by name, never ignored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -6,8 +6,6 @@ data contract of `engine.data.contract`), `test_<name>.parquet` of each evaluati
 ledger of all files that were ingested, `arrivals.json`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Stages that say what a model is worth: `evaluate`, the pages and end of a run, and `review`."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

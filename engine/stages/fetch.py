@@ -3,8 +3,6 @@
 It is the model's own artifact (`rl`, `sft`) where that has a manifest, else `model`, a copy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterable

@@ -4,8 +4,6 @@ It is read from the stage's source: importing that loads torch, for which no com
 before a stage runs.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

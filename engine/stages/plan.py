@@ -4,8 +4,6 @@ What settings refer to by name is pinned, so that changed files miss the cache: 
 commit that it is loaded at; data, code (without what it imports), files and folders get a digest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Stages that make preferences and learn from them: a policy, or a reward model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

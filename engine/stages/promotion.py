@@ -1,7 +1,5 @@
 """Stages that move a champion's alias: `promote`, `reward_model_promotion` and `rollback`."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile

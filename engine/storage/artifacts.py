@@ -8,8 +8,6 @@ their manifest.json, so an edit of a manifest's own words shows in its children,
 `manifest_digest` of a model's version.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib

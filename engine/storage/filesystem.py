@@ -4,8 +4,6 @@ Writes to a local disk are whole or not there. `Files` has S3's endpoint, creden
 retries: s3fs's and botocore's own retries are off, because they multiply. Writing to S3 is in `s3`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

@@ -3,8 +3,6 @@
 A row that can't be read costs itself alone. What columns mean is for `engine.data.contract` to say.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

@@ -3,8 +3,6 @@
 The script has every word in it, so that a TAB starts no Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import re

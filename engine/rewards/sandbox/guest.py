@@ -6,8 +6,6 @@ A program reads and writes, has its functions called, or tests another one. Only
 library, and what lies beside this file.
 """
 
-from __future__ import annotations
-
 import ast
 import atexit
 import builtins
