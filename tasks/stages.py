@@ -4,7 +4,6 @@ Where a task runs and what is retried and cached is in `engine.stages.pods`, by 
 whose inputs it has, is the function of that name in `engine.stages`.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -39,14 +38,8 @@ def function_of(
     types of the output and of inputs that flytekit has in the place of the body's.
     """
     signature = interfaces.signature_of(body, TYPES, gives, **inputs)
-    run = call or CALLS.get(signature.return_annotation, host.run_body)
-
-    @functools.wraps(host.run_body)  # flytekit takes no function that is local to another one
-    def run_stage(**inputs: Any) -> Any:
-        return run(interfaces.function_of(body), **inputs)
-
-    name, about = body.rpartition(".")[2], interfaces.docstring_of(body)
-    return interfaces.declare(run_stage, name, __name__, signature, about)
+    call = call or CALLS.get(signature.return_annotation, host.run_body)
+    return interfaces.function_of(body, call, __name__, signature)
 
 
 def task_of(

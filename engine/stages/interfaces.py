@@ -57,17 +57,22 @@ def signature(inputs: Mapping[str, Any], gives: Any, **defaults: Any) -> inspect
     return inspect.Signature(parameters, return_annotation=gives)
 
 
-def docstring_of(body: str) -> str:
-    """Return what a stage's function, `module.function` of `engine.stages`, says it does."""
-    module, name = body.split(".")
-    return ast.get_docstring(_functions(module)[name]) or ""
+def function_of(
+    body: str, call: Callable[..., Any], front: str, signature: inspect.Signature
+) -> Callable[..., Any]:
+    """Return the function, in the front's module, of a stage's task; see `signature_of`.
 
-
-def function_of(body: str) -> Callable[..., Any]:
-    """Return a stage's function, `module.function` of `engine.stages`, and load its module."""
+    `call(function, **inputs)` calls the stage's function, whose module is loaded then, and makes
+    outputs of its result.
+    """
     module, name = body.split(".")
-    function: Callable[..., Any] = getattr(getattr(stages, module), name)
-    return function
+
+    @functools.wraps(call)  # flytekit takes no function that is local to another one
+    def run_stage(**inputs: Any) -> Any:
+        return call(getattr(getattr(stages, module), name), **inputs)
+
+    about = ast.get_docstring(_functions(module)[name]) or ""
+    return declare(run_stage, name, front, signature, about)
 
 
 def declare(

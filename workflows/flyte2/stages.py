@@ -30,13 +30,8 @@ def task_of(
     types of the output and of inputs that Flyte has in the place of the body's.
     """
     signature = interfaces.signature_of(body, TYPES, gives, **inputs)
-    run = call or CALLS.get(signature.return_annotation, host.run_body)
-
-    def run_stage(**inputs: Any) -> Any:
-        return run(interfaces.function_of(body), **inputs)
-
-    name, about = body.rpartition(".")[2], interfaces.docstring_of(body)
-    return stage_task(interfaces.declare(run_stage, name, __name__, signature, about))
+    call = call or CALLS.get(signature.return_annotation, host.run_body)
+    return stage_task(interfaces.function_of(body, call, __name__, signature))
 
 
 def table_of(body: Callable[..., Any], **inputs: Any) -> File:
