@@ -241,28 +241,15 @@ def main(
             click.echo(f"flytectl register files --archive {archive} --version {version}")
         else:
             remote = None if dry_run else _connect(config, project, domain)
-            _register(remote, root, image, version, (project, domain), activate)
+            entities, settings = serialize(root, image, project, domain, version)
+            if remote is not None:
+                _send(remote, entities, settings, version)
+                if activate:
+                    _activate(remote, project, domain, version)
+            else:
+                for kind, name, _ in map(kind_of, entities):
+                    click.echo(f"{kind:12} {name}")
     click.echo(version)
-
-
-def _register(
-    remote: FlyteRemote | None,
-    root: Path,
-    image: str,
-    version: str,
-    where: tuple[str, str],
-    activate: bool,
-) -> None:
-    """Send all of it to the project and domain `where`; without `remote`, only list it."""
-    entities, settings = serialize(root, image, *where, version)
-    if remote is None:
-        for entity in entities:
-            kind, name, _ = kind_of(entity)
-            click.echo(f"{kind:12} {name}")
-        return
-    _send(remote, entities, settings, version)
-    if activate:
-        _activate(remote, *where, version)
 
 
 def _set_variables(images: dict[str, str], notify: str, secrets: tuple[str, ...]) -> None:
