@@ -110,12 +110,10 @@ class CompletionRequest(_Request):
         return self.max_tokens or 16  # OpenAI's own default
 
 
-def _is_token(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_prompt(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(map(_is_token, value)))
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return all(type(token) is int and token >= 0 for token in value)
 
 
 class _Part(BaseModel):
