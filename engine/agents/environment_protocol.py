@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
@@ -117,22 +116,18 @@ FailureCause: TypeAlias = Literal[
 ]
 """`crashed`: its process ended in the call. `lost`: its process ended for another's sake."""
 
-_LONGEST_TRACEBACK = 8000  # characters
-
 
 class EnvironmentFailure(EpisodeError):
     """An episode that can't go on; its environment has been replaced."""
 
-    def __init__(self, cause: FailureCause, message: str, traceback_text: str = "") -> None:
+    def __init__(self, cause: FailureCause, message: str) -> None:
         super().__init__(message)
         self.cause: FailureCause = cause
-        self.traceback_text = traceback_text  # of the environment's own exception, if it raised
 
     @classmethod
     def of(cls, who: str, error: BaseException) -> EnvironmentFailure:
         """The failure of an environment's call that raised."""
-        text = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
-        return cls("raised", f"{who} raised {type(error).__name__}: {text_of(error)}", text)
+        return cls("raised", f"{who} raised {type(error).__name__}: {text_of(error)}")
 
 
 def checked_observation(who: str, value: object) -> Observation:
@@ -165,12 +160,6 @@ def _message(message: object) -> Message:
     if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
         raise ValueError(f"the content of a {message['role']!r} message is no text")
     return _plain(dict(message))
-
-
-def listed_or_text(value: object) -> object:
-    """Arrays and NumPy numbers as lists and numbers, others as text; a `default` of `json`."""
-    plain = getattr(value, "tolist", None)
-    return plain() if plain is not None else str(value)
 
 
 def _plain(value: object) -> Any:
@@ -244,11 +233,7 @@ def make_environment(name: str, options: Mapping[str, object] | None = None) -> 
     return made(**declared.parse(options or {}, "rollout.agent.environment.options"))
 
 
-def environment_module(name: str) -> str:
-    """The module of an environment, e.g. "my_module"; one named by its path isn't imported."""
-    if ":" in name:
-        return name.partition(":")[0]
-    return str(getattr(_registry.get(name), "__module__", ""))
+environment_module = _registry.module
 
 
 def _check(name: str, made: Callable[..., object]) -> None:

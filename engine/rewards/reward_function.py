@@ -330,11 +330,7 @@ def declared_components(name: str) -> tuple[str, ...] | None:
     return None if entry is None else entry.components
 
 
-def reward_module(name: str) -> str:
-    """The module of a reward, e.g. "my_rewards"; one that is named by its path isn't imported."""
-    if ":" in name:
-        return name.partition(":")[0]
-    return str(getattr(_registry.get(name).function, "__module__", ""))
+reward_module = _registry.module
 
 
 def import_reward(name: str, modules: Iterable[str]) -> None:
