@@ -8,7 +8,7 @@ import sys
 from typing import Any, Self
 
 import rich_click as click
-from flytekit.interaction.click_types import JsonParamType
+from flytekit.interaction import click_types
 from pydantic import ValidationError
 
 from engine.config import PipelineConfig, explain
@@ -28,7 +28,7 @@ class RLHFConfig(PipelineConfig):
             raise click.UsageError(f"config: {explain(error)}") from None
 
 
-class ConfigParam(JsonParamType):
+class ConfigParam(click_types.JsonParamType):
     """flytekit's reader of JSON inputs, which for a configuration says what is wrong with it."""
 
     @property
@@ -49,8 +49,6 @@ def use_config_param() -> None:
 
     flytekit 1.16 prints a traceback for a malformed YAML file, and the whole JSON schema as help.
     """
-    from flytekit.interaction import click_types
-
     click_types.JsonParamType = ConfigParam
     run: Any = sys.modules.get("flytekit.clis.sdk_in_container.run")
     if run is None or hasattr(run.to_click_option, "without_schema"):

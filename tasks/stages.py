@@ -16,6 +16,7 @@ from flytekit.types.file import FlyteFile
 
 from engine import stages
 from engine.console import say
+from engine.data.contract import EVALUATION_ROWS
 from engine.stages import interfaces, pods
 from engine.stages.profiles import Profile
 from engine.stages.stage import Artifact, shared
@@ -146,8 +147,6 @@ def evaluation_of(
     body: Callable[..., Artifact], parts: list[StructuredDataset] | None = None, **inputs: Any
 ) -> Evaluation:
     """Call the stage's body that compares two models; `parts`: what a map task has decoded."""
-    from engine.data.contract import EVALUATION_ROWS
-
     tables = (
         table.open(host.TableFile).all().read(EVALUATION_ROWS, f"part {number} of the evaluation")
         for number, table in enumerate(parts or (), 1)

@@ -1,7 +1,5 @@
 """Makes launch plans by the house's rules, and keeps a registry; see `workflows.launch_plans`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,8 +29,6 @@ FAILED = (
     WorkflowExecutionPhase.ABORTED,
     WorkflowExecutionPhase.TIMED_OUT,
 )
-
-LAUNCH_PLANS: dict[str, Launch] = {}
 
 
 class Launch(LaunchPlan):
@@ -69,6 +65,9 @@ class Launch(LaunchPlan):
                 f"launch plan {self.name} needs {', '.join(f'--{name}' for name in required)}"
             )
         return super().__call__(*args, **inputs)
+
+
+LAUNCH_PLANS: dict[str, Launch] = {}
 
 
 def launch_plan(

@@ -11,14 +11,12 @@ elsewhere: environments read and write messages. `environment_pool` runs them in
 own. Imports neither torch nor pydantic.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 from engine.errors import ConfigError, EpisodeError
 from engine.registry import Options, Registry
@@ -125,7 +123,7 @@ class EnvironmentFailure(EpisodeError):
         self.cause: FailureCause = cause
 
     @classmethod
-    def of(cls, who: str, error: BaseException) -> EnvironmentFailure:
+    def of(cls, who: str, error: BaseException) -> Self:
         """The failure of an environment's call that raised."""
         return cls("raised", f"{who} raised {type(error).__name__}: {text_of(error)}")
 

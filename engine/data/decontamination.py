@@ -3,14 +3,12 @@
 Only the held-out texts are kept in memory, so a training set may be of any size.
 """
 
-from __future__ import annotations
-
 import re
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pandas as pd
 
@@ -52,7 +50,7 @@ class HeldOut:
     _counted: int = 0  # texts that `_runs` was counted for
 
     @classmethod
-    def of(cls, config: DataConfig) -> HeldOut:
+    def of(cls, config: DataConfig) -> Self:
         """Hold out the prompts of the evaluation sets in `data.decontaminate.against`."""
         settings = config.decontaminate
         held_out = cls(settings.ngram, settings.overlap)

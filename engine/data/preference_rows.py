@@ -6,8 +6,6 @@ of steps `{prompt, completions, labels}`, one to fine-tune on `{prompt, response
 where it has more than that. Files may have messages as responses, also whole conversations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from engine.errors import DataError
 from engine.storage.json_rows import Row
 
 Kind = Literal["pairs", "labels", "steps", "responses"]
+Response = str | dict[str, Any]  # what the assistant says: text, or its message where it has more
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -160,9 +159,6 @@ def _conversation(
             "the last message alone"
         )
     return heads[0], responses
-
-
-Response = str | dict[str, Any]  # what the assistant says: text, or its message where it has more
 
 
 def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]], Response]:

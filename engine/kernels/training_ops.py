@@ -10,8 +10,6 @@ MKL computes float32 products on AMD processors at half of oneDNN's rate; in bfl
 choice is the faster one. `choices` decides by a timing that is kept.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import platform
@@ -21,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -571,7 +569,7 @@ class RowsRead:
     count: int
 
     @classmethod
-    def at(cls, index: Tensor) -> RowsRead:
+    def at(cls, index: Tensor) -> Self:
         """Read the tokens at `index` [n], all different, and more up to a `recurring_size`."""
         missing = recurring_size(len(index)) - len(index)
         return cls(F.pad(index, (0, missing)), len(index))

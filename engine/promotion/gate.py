@@ -4,15 +4,13 @@ The rules themselves are in `rules`; those of reward models are here. Both fail 
 not be measured is not promoted.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -33,11 +31,8 @@ from engine.promotion.champions import Champions, require_intact_copy
 from engine.promotion.rules import Decision, Measurements, RuleOutcome, decision_of
 from engine.storage.artifacts import SOURCE, Manifest, Parent, local_path, read_manifest, verify
 from engine.storage.digests import sources_digest
-
-if TYPE_CHECKING:
-    from engine.tracking import Tracker
-    from engine.tracking.model_versions import ModelRegistry, ModelVersion
-
+from engine.tracking import Tracker
+from engine.tracking.model_versions import ModelRegistry, ModelVersion
 
 DATASETS = ("dataset", "pairs")  # kinds of artifacts with prompts that were trained on
 

@@ -19,8 +19,6 @@ special tokens removed. Each completion is scored by itself: where a call on man
 repeated on single ones, from several threads at once. Calling one is `calls`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -28,7 +26,7 @@ import reprlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from engine.errors import ConfigError, RewardError
 from engine.registry import Options, Registry, import_plugins, keyword_defaults
@@ -76,7 +74,7 @@ class Scores:
         components: tuple[str, ...] | None,
         values: Mapping[int, list[float]],
         failures: dict[int, RewardFailure],
-    ) -> Scores:
+    ) -> Self:
         """Scores of all rows from the `values` of those that have some; 0 for the others."""
         width = 1 if components == () else len(components or ())
         size = len(values.keys() | failures.keys())
