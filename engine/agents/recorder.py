@@ -268,10 +268,7 @@ def _digest(before: bytes, value: object) -> bytes:
 
 
 def _chained(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation with one more message.
-
-    Ids of calls say nothing in it, nor how the JSON of arguments is written.
-    """
+    """The digest of a conversation with one more message, whatever ids its calls have."""
     functions = (call["function"] for call in message.get("tool_calls", ()))
     calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
     return _digest(before, {**message, "tool_calls": calls})

@@ -226,7 +226,7 @@ class _Linears(torch.autograd.Function):
                 grad_x = input_gradient(grad_output, weight, grad_x)
             to_weight, to_bias = ctx.needs_input_grad[2 + 2 * index : 4 + 2 * index]
             grad_affines.append(weight_gradient(grad_output, rows) if to_weight else None)
-            grad_affines.append(_column_sums(grad_output) if to_bias else None)
+            grad_affines.append(training_ops.column_sums(grad_output) if to_bias else None)
         return (None if grad_x is None else grad_x.view(x.shape), None, *grad_affines)
 
 
@@ -308,11 +308,6 @@ class _GatedMLP(torch.autograd.Function):
             grad_residual,
             None,
         )
-
-
-def _column_sums(grad_output: Tensor) -> Tensor:
-    compiled = training_ops.takes(grad_output)
-    return training_ops.column_sums(grad_output) if compiled else grad_output.sum(0)
 
 
 def _gated(gate: Tensor, up: Tensor) -> Tensor:

@@ -185,17 +185,13 @@ def math(
     it in a box; raises RewardError for an empty one. `math-verify` compares, which can take any
     time and memory: in a pool's process.
     """
-    expected, answer = _math_truth(truth, decimal_mark), _math_text(completion, boxed_only)
+    expected, answer = as_ascii(answer_text(truth)), _math_text(completion, boxed_only)
+    if not expected:
+        raise _empty(truth)
+    expected = _with_point(expected, decimal_mark if isinstance(truth, str) else ".")
     if not answer or len(expected) > LONGEST or len(answer) > LONGEST:
         return bool(answer) and answer == expected
     return _same_mathematics(_with_point(as_ascii(answer), decimal_mark), expected)
-
-
-def _math_truth(truth: object, decimal_mark: DecimalMark) -> str:
-    expected = as_ascii(answer_text(truth))
-    if not expected:
-        raise _empty(truth)
-    return _with_point(expected, decimal_mark if isinstance(truth, str) else ".")
 
 
 def _with_point(latex: str, decimal_mark: DecimalMark) -> str:

@@ -47,10 +47,7 @@ async def _ask_each(
     limits: tuple[int, int, float],
     api_key_env: str,
 ) -> list[T]:
-    """Ask `count` times at once; `missing` and a warning stand in where that raises RewardError.
-
-    limits: concurrency, retries, and seconds of a request.
-    """
+    """Ask `count` times at once; `missing` and a warning stand in where that raises RewardError."""
     concurrency, retries, timeout_s = limits
     if concurrency < 1 or retries < 0 or timeout_s <= 0:
         raise RewardError(

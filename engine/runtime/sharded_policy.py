@@ -238,11 +238,8 @@ class ShardedPolicy:
         engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        """Reduce partial gradients; FSDP has averaged its own by now.
-
-        Averaging an average over replicas changes nothing, so gradients that earlier backward
-        passes accumulated in the same tensors stay right.
-        """
+        """Reduce partial gradients; FSDP has averaged its own by now."""
+        # An average over replicas stays as it is, so what earlier passes accumulated stays right.
         ranks = self.runtime.sharded.ranks
         trained = [p for p in self.module.parameters() if p.requires_grad]
         gradients.redistribute_gradients(trained)

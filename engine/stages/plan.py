@@ -429,10 +429,7 @@ def _with_reward_code(config: Scored) -> Scored:
 
 
 def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
-    """Return the settings of episodes, with the digest of environment or agent, tools and parser.
-
-    Options count with the modules and files that they name.
-    """
+    """Return the settings of episodes, with the digest of all modules and files that they name."""
     from engine.agents.agent_runner import agent_files
 
     environment, play = agent.environment, agent.play

@@ -100,10 +100,7 @@ def compare_and_decide(
     champion: ModelVersion | None,
     approved_by: str,
 ) -> tuple[Decision, Parent | None]:
-    """Compare with the champion, or the warm start; `datasets` are all of its lineage.
-
-    Returns the champion's evaluation as well, where it was there already.
-    """
+    """Compare with the champion, or the warm start; return an earlier evaluation of it, too."""
     folder, evaluate, rules = this.inputs["evaluation"], settings.evaluate, settings.config
     manifest, after = read_manifest(folder), read_rows(folder, "rl")
     problems = read_problems(this.inputs["dataset"])
