@@ -76,8 +76,7 @@ def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
         np.asarray(reward(prompts, list(pairs[side]), messages=messages))
         for side in ("chosen", "rejected")
     )
-    right: np.ndarray = chosen > rejected
-    return right
+    return chosen > rejected
 
 
 @dataclass(frozen=True, slots=True)

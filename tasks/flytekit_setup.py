@@ -143,7 +143,7 @@ def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
 
 def _plan_alone() -> None:
     """Let local runs end, with status 0, before the first stage that would be computed."""
-    local_task: Any = PythonTask
+    local_task = PythonTask
     execute = local_task.sandbox_execute
 
     def sandbox_execute(task: Any, context: FlyteContext, inputs: Any) -> Any:

@@ -140,7 +140,7 @@ class FlyteHost(Host):
         # copy one local folder and block the task. flytekit 1.16 has no public name for these.
         if not self.execution:
             return None
-        checkpoint: Any = current_context().checkpoint
+        checkpoint = current_context().checkpoint
         return CheckpointPaths(str(checkpoint._checkpoint_dest), checkpoint._checkpoint_src)
 
 

@@ -212,7 +212,7 @@ def environment_class(name: str) -> Callable[..., Environment]:
 
     Raises ConfigError where there is none, or it has not the protocol's coroutines.
     """
-    made: Any = _registry.load(name) if ":" in name else _registry.get(name)
+    made = _registry.load(name) if ":" in name else _registry.get(name)
     if not callable(made):
         raise ConfigError(
             f"rollout.agent.environment.name={name!r} is {made!r}, which makes no environments"

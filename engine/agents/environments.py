@@ -145,7 +145,7 @@ class GymnasiumEnvironment:
             raise ConfigError(
                 "environment 'gymnasium' needs options.id, and max_turns of at least 1"
             )
-        self._env: Any = _made(id, dict(arguments or {}))
+        self._env = _made(id, dict(arguments or {}))
         self._actions = [word.lower() for word in actions]
         self._show: Callable[[object], object] = _function(show) if show else str
         self._read = _function(read) if read else self._action_of

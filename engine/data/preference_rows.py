@@ -74,7 +74,7 @@ def _pair_row(row: Row, where: str) -> Row:
     prompt, (chosen, rejected) = _conversation(row, ("chosen", "rejected"), where)
     if chosen == rejected:
         raise DataError(f"{where}: columns 'chosen' and 'rejected' are the same; remove the row")
-    margin: Any = 0.0 if is_missing(row.get("margin")) else row["margin"]
+    margin = 0.0 if is_missing(row.get("margin")) else row["margin"]
     is_number = isinstance(margin, int | float | np.number) and not isinstance(margin, bool)
     if not is_number or not math.isfinite(margin):
         raise DataError(f"{where}: column 'margin' is {brief(margin)}; give a finite number")

@@ -105,7 +105,7 @@ def hub_rows(address: str) -> Iterator[Numbered]:
     from datasets import load_dataset
 
     with _refusals(dataset):
-        table: Any = load_dataset(
+        table = load_dataset(
             dataset.id, dataset.subset or None, split=dataset.split, revision=hub_commit(dataset)
         ).with_format("arrow")
     if not len(table):

@@ -189,8 +189,7 @@ def row_attention(
     query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
 ) -> Tensor:
     """Return attention [1, T, heads, d] of queries [1, heads, T, d]; GQA has fewer key heads."""
-    out: Tensor = _Attention.apply(query, key, value, runs, scale)
-    return out
+    return _Attention.apply(query, key, value, runs, scale)
 
 
 class _Attention(torch.autograd.Function):
@@ -360,8 +359,7 @@ def compiled_attention(
     query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
 ) -> Tensor:
     """Return attention [1, T, heads, d] of queries [1, heads, T, d]; GQA has fewer key heads."""
-    out: Tensor = _CompiledAttention.apply(query, key, value, runs, scale)
-    return out
+    return _CompiledAttention.apply(query, key, value, runs, scale)
 
 
 def attention_forward(

@@ -29,31 +29,27 @@ Affine = tuple[Tensor, Tensor | None]  # weight [out, in], bias [out]
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return weight · x / √(mean(x²) + eps) over the last axis; one dtype, float32 inside."""
-    out: Tensor = _RMSNorm.apply(x, weight, eps)
-    return out
+    return _RMSNorm.apply(x, weight, eps)
 
 
 def add_norm(x: Tensor, plus: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     """Return x + plus and its `norm` (a module), in one pass where loops are compiled."""
     plus = None if plus is None else plus.contiguous()
     if training_ops.takes(x, norm.weight):
-        out: tuple[Tensor, Tensor] = _AddNorm.apply(x, plus, norm.weight, norm.variance_epsilon)
-        return out
+        return _AddNorm.apply(x, plus, norm.weight, norm.variance_epsilon)
     total = x if plus is None else x + plus
     return total, norm(total)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions: x · cos + rotate_half(x) · sin; no gradient flows to cos and sin."""
-    out: Tensor = _Rotate.apply(x, cos, sin)
-    return out
+    return _Rotate.apply(x, cos, sin)
 
 
 def linears(x: Tensor, affines: Sequence[Affine]) -> tuple[Tensor, ...]:
     """Apply several linear layers to x [..., in]."""
     flat = [tensor for affine in affines for tensor in affine]
-    out: tuple[Tensor, ...] = _Linears.apply(x, None, *flat)
-    return out
+    return _Linears.apply(x, None, *flat)
 
 
 def rotated_linears(
@@ -74,16 +70,14 @@ def rotated_linears(
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) · up."""
-    out: Tensor = _SiluProduct.apply(gate, up)
-    return out
+    return _SiluProduct.apply(gate, up)
 
 
 def gated_mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor | None = None
 ) -> Tensor:
     """Return residual + down(silu(gate(x)) · up(x)) of three matrices [out, in]."""
-    out: Tensor = _GatedMLP.apply(x, gate, up, down, residual, torch.is_grad_enabled())
-    return out
+    return _GatedMLP.apply(x, gate, up, down, residual, torch.is_grad_enabled())
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -387,10 +381,7 @@ def compiled_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> Tensor:
     """Return the layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H]."""
     affines = zip(weights.projections, weights.biases, strict=True)
     flat = [tensor for affine in affines for tensor in affine]
-    out: Tensor = _Layer.apply(
-        x, call, *weights.norms, *weights.mlp, *flat, weights.out, weights.out_bias
-    )
-    return out
+    return _Layer.apply(x, call, *weights.norms, *weights.mlp, *flat, weights.out, weights.out_bias)
 
 
 class _Layer(torch.autograd.Function):

@@ -514,8 +514,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `linear` by oneDNN, on weights that are not packed."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def input_gradient(grad_output: Tensor, weight: Tensor, plus: Tensor | None = None) -> Tensor:
@@ -578,8 +577,7 @@ class RowsRead:
 
     def of(self, x: Tensor) -> Tensor:
         """Take these rows of x [1, T, H]: [1, N, H]."""
-        out: Tensor = _TakeRows.apply(x, self)
-        return out
+        return _TakeRows.apply(x, self)
 
     def scatter(self, grad_output: Tensor, tokens: int) -> Tensor:
         """Return the gradients [T, H] of all tokens, from those [N, H] of the tokens read."""

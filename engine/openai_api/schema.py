@@ -101,7 +101,7 @@ class CompletionRequest(_Request):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, as texts or as tokens."""
-        prompt: Any = self.prompt
+        prompt = self.prompt
         single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
         return [prompt] if single else prompt
 

@@ -145,7 +145,7 @@ def answer_and_format(
     `format` is 1.0 where the text ends with its only `#### <number>` line, right or wrong. Raises
     RewardError where a ground truth is not a number.
     """
-    marks: Any = {"decimal_mark": decimal_mark}  # one for all rows, or a column
+    marks = {"decimal_mark": decimal_mark}  # one for all rows, or a column
     return {
         "answer": answer_match(prompts, completions, ground_truth=ground_truth, **marks),
         "format": [float(has_format(text)) for text in completions],
@@ -455,7 +455,7 @@ def json_schema(completion: str, truth: object, *, schema: dict[str, object] | N
     from referencing import Registry
 
     try:
-        rules: Any = truth if schema is None else schema
+        rules = truth if schema is None else schema
         rules = json.loads(rules) if isinstance(rules, str) else rules
         if not isinstance(rules, Mapping | bool):
             raise ValueError(f"it is of type {type(rules).__name__}")

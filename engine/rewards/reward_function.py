@@ -287,7 +287,7 @@ def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> Re
     Raises ConfigError where there is no such reward, where it can't be called as a reward function,
     and for an option that it doesn't declare.
     """
-    function: Any = _registry.load(name) if ":" in name else _registry.get(name).function
+    function = _registry.load(name) if ":" in name else _registry.get(name).function
     if not callable(function):
         raise ConfigError(f"reward.name={name!r} is {function!r}, which is not a function")
     with suppress(ValueError):  # some builtins have no signature

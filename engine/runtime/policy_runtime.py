@@ -225,8 +225,7 @@ class StartModel:
         return models.open_policy_model(self.path, self.dtype, self.lora, self.seed)
 
     def load_on(self, device: torch.device) -> PreTrainedModel:
-        model: PreTrainedModel = load_opened(self.open(), device)
-        return model
+        return load_opened(self.open(), device)
 
 
 def load_opened(opened: Any, device: torch.device) -> Any:

@@ -52,7 +52,7 @@ def adapter_scales(module: nn.Module) -> dict[str, float]:
     """α/r of each adapted module of the whole policy; all ranks call it together."""
     scales: dict[str, float] = {}
     for name, layer in module.named_modules():
-        adapted: Any = layer
+        adapted = layer
         if not hasattr(adapted, "base_layer"):
             continue
         if adapted.lora_variant or any(adapted.lora_bias.values()):
@@ -332,8 +332,7 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()  # else a tied head stays a parameter of its own, which no exchange fills
-    empty: nn.Module = model.eval().requires_grad_(False).to(device)
-    return empty
+    return model.eval().requires_grad_(False).to(device)
 
 
 def _meta_model(sharded: ShardedModel) -> PreTrainedModel:

@@ -256,5 +256,4 @@ def _gather_logits(
     shape = torch.Size((*local.shape[:-1], vocabulary))
     stride, shard = torch.empty(shape, device="meta").stride(), [Shard(local.dim() - 1)]
     split = DTensor.from_local(local, mesh, shard, run_check=False, shape=shape, stride=stride)
-    logits: Tensor = split.redistribute(placements=[Replicate()]).to_local()
-    return logits
+    return split.redistribute(placements=[Replicate()]).to_local()

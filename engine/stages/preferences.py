@@ -293,7 +293,7 @@ def learn_in_rounds(
     # A round's pairs don't depend on how many others there are.
     config = pairs_settings.config.model_copy(update={"rounds": 1})
     reference = settings.model_copy(update={"config": reference_settings(settings.config)})
-    policy: Any = start
+    policy = start
     for number in range(pairs_settings.config.rounds):
         seed = {"seed": settings.seed + number}
         sampled = pairs_settings.model_copy(update={"config": config, **seed})

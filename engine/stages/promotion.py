@@ -257,8 +257,7 @@ def decide(
 
 def read_decision(folder: Path) -> dict[str, Any]:
     """Return `decision.json` of a promotion's folder."""
-    decision: dict[str, Any] = json.loads((folder / "decision.json").read_text())
-    return decision
+    return json.loads((folder / "decision.json").read_text())
 
 
 def waits_for_approval(promotion: Artifact) -> bool:

@@ -83,8 +83,7 @@ def parquet_rows(file: BinaryIO, name: str) -> Iterator[json_rows.Numbered]:
 
 def _row_of(batch: pa.RecordBatch, at: int, where: str) -> json_rows.Row | DataError:
     try:
-        row: json_rows.Row = batch.slice(at, 1).to_pylist()[0]
-        return row
+        return batch.slice(at, 1).to_pylist()[0]
     except _UNREADABLE as error:
         return DataError(f"{where}: can't be read ({filesystem.error_text(error)}); write it again")
 

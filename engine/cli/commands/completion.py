@@ -110,7 +110,7 @@ def _parser_of(module: str) -> argparse.ArgumentParser:
         raise _ParserMade(parser)
 
     is_room = (_ENGINE / module.rpartition(".")[2]).is_dir()
-    program: Any = importlib.import_module(f"{module}.__main__" if is_room else module)
+    program = importlib.import_module(f"{module}.__main__" if is_room else module)
     try:
         with patch.object(argparse.ArgumentParser, "parse_known_args", stop):
             program.main()
