@@ -286,7 +286,6 @@ class _Encoder(StructuredDatasetEncoder):
         structured_dataset_type: StructuredDatasetType,
     ) -> literals.StructuredDataset:
         file = structured_dataset.dataframe
-        assert isinstance(file, TableFile)
         state, uri = ctx.execution_state, file.uri or str(file.path)
         if not file.uri and state and state.mode == ExecutionState.Mode.TASK_EXECUTION:
             uri = str(ctx.file_access.put_raw_data(uri))

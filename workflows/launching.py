@@ -96,7 +96,6 @@ def launch_plan(
         max_parallelism=MAX_PARALLELISM,
         concurrency=ConcurrencyPolicy(1, ConcurrencyLimitBehavior.SKIP) if one_at_a_time else None,
     )
-    assert isinstance(launch, Launch)
     LAUNCH_PLANS[name] = launch
     return launch
 

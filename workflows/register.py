@@ -28,7 +28,6 @@ from flytekit.exceptions.user import FlyteInvalidInputException
 from flytekit.models.admin.workflow import WorkflowSpec
 from flytekit.models.core.identifier import Identifier, ResourceType
 from flytekit.models.core.workflow import Node
-from flytekit.models.launch_plan import LaunchPlan
 from flytekit.models.task import TaskSpec
 from flytekit.remote import FlyteRemote
 from flytekit.tools.module_loader import add_sys_path, just_load_modules
@@ -154,7 +153,6 @@ def kind_of(entity: FlyteControlPlaneEntity) -> tuple[str, str, int]:
         return "task", str(entity.template.id.name), 1
     if isinstance(entity, WorkflowSpec):
         return "workflow", str(entity.template.id.name), 2
-    assert isinstance(entity, LaunchPlan)
     return "launch plan", str(entity.id.name), 3
 
 

@@ -6,8 +6,6 @@ threads of this process, `RewardProcess` in a process of its own (`engine.worker
 `RewardPool` scores completion by completion in several. Imports neither torch nor pydantic.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect
@@ -29,7 +27,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.connection import Connection
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -67,9 +65,9 @@ class RewardRows:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def select(self, indices: Sequence[int]) -> RewardRows:
+    def select(self, indices: Sequence[int]) -> Self:
         """Return the rows at `indices`, in that order."""
-        return RewardRows(
+        return type(self)(
             [self.prompts[i] for i in indices],
             [self.completions[i] for i in indices],
             {name: [values[i] for i in indices] for name, values in self.columns.items()},
