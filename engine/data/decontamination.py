@@ -60,7 +60,7 @@ class HeldOut:
         return held_out
 
     def add(self, text: str) -> None:
-        words = _words(text)
+        words = words_of(text)
         self._hashes.add(hash(words))
         for run in self._runs_of(words) if self.overlap else ():
             self._texts.setdefault(run, []).append(self._added)
@@ -68,7 +68,7 @@ class HeldOut:
 
     def find(self, text: str) -> Match:
         """How a text is in the held-out ones; empty where it isn't."""
-        words = _words(text)
+        words = words_of(text)
         if hash(words) in self._hashes:
             return "exact"
         if self._counted != self._added:
@@ -133,7 +133,8 @@ def question_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     return prompt_text([m for m in prompt if m["role"] != "system"] or prompt)
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words_of(text: str) -> tuple[str, ...]:
+    """A text's words without case and punctuation."""
     return tuple(_WORD.findall(text.casefold()))
 
 
