@@ -55,7 +55,6 @@ class Service(Protocol):
 
     def run(self) -> None:
         """Answer requests until the other end of the channel closes."""
-        ...
 
 
 OpenService = Callable[[Any, Connection], Service]

@@ -73,15 +73,12 @@ class Environment(Protocol):
 
         The messages are the prompt's; empty where the row's own `prompt` stands.
         """
-        ...
 
     async def step(self, action: Action) -> Observation:
         """Answer a turn of the policy."""
-        ...
 
     async def close(self) -> None:
         """Give back what the environment holds; called once, after its last episode."""
-        ...
 
 
 @runtime_checkable
@@ -93,11 +90,9 @@ class ResumableEnvironment(Protocol):
 
     def get_state(self) -> object:
         """The episode's state, picklable."""
-        ...
 
     def set_state(self, state: object) -> None:
         """Continue the episode whose `get_state` this was, in place of `reset`."""
-        ...
 
 
 def tool_schemas(environment: object) -> list[dict[str, object]]:

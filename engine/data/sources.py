@@ -63,7 +63,6 @@ class Source(Protocol):
 
     def digest(self, config: DataConfig, seed: int) -> str:
         """The SHA-256 of what `load` would read, without building rows."""
-        ...
 
     def load(self, config: DataConfig, seed: int) -> Splits: ...
 
