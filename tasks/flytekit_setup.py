@@ -175,7 +175,7 @@ def image(kind: str = "default") -> str:
     return pods.image(kind) or TEMPLATE
 
 
-def with_secrets(*needs: pods.Need) -> dict[str, Any]:
+def with_secrets(*needs: pods.Need) -> dict[str, object]:
     """Return options of a task: its secrets, and what its pod must know to read them."""
     secrets = pods.secrets_of(*needs)
     if not secrets:

@@ -55,7 +55,7 @@ def use_config_param() -> None:
         return
     make = run.to_click_option
 
-    def to_click_option(*arguments: Any, **named: Any) -> click.Option:
+    def to_click_option(*arguments: object, **named: object) -> click.Option:
         option: click.Option = make(*arguments, **named)
         option.opts = [*dict.fromkeys(option.opts)]  # a flag is there twice, of which click warns
         if isinstance(option.type, ConfigParam) and option.type.is_config:

@@ -68,7 +68,7 @@ class Environment(Protocol):
     episode. One whose episodes can be saved between turns is a `ResumableEnvironment`.
     """
 
-    async def reset(self, row: Mapping[str, Any]) -> Observation:
+    async def reset(self, row: Mapping[str, object]) -> Observation:
         """Begin the episode of a row of the data set (`prompt`, `extra_info` and so on).
 
         The messages are the prompt's; empty where the row's own `prompt` stands.

@@ -152,7 +152,7 @@ class GymnasiumEnvironment:
         self._max_turns, self._invalid_reward = max_turns, invalid_reward
         self._turns = 0
 
-    async def reset(self, row: Mapping[str, Any]) -> Observation:
+    async def reset(self, row: Mapping[str, object]) -> Observation:
         seen, info = self._env.reset(seed=_seed_of(row))
         self._turns = 0
         return Observation((*_prompt_of(row), self._message(seen)), info=dict(info))
@@ -268,7 +268,7 @@ class OpenEnvEnvironment:
         self._connect_timeout_s = connect_timeout_s
         self._socket: ClientConnection | None = None
 
-    async def reset(self, row: Mapping[str, Any]) -> Observation:
+    async def reset(self, row: Mapping[str, object]) -> Observation:
         seed = _seed_of(row)
         first = await self._request("reset", {} if seed is None else {"seed": seed})
         return replace(first, messages=(*_prompt_of(row), *first.messages))

@@ -606,7 +606,7 @@ def load_episode(episode: Episode, tree: EpisodeTree) -> SavedTurn | None:
     return SavedTurn(tree["environment"].numpy().tobytes(), tokens, tree["seconds"])
 
 
-def _sequence_tree(sequence: TrainingSequence) -> dict[str, Any]:
+def _sequence_tree(sequence: TrainingSequence) -> dict[str, object]:
     columns = {name: torch.tensor(getattr(sequence, name), dtype=d) for name, d in _COLUMNS.items()}
     prompt = torch.tensor(sequence.prompt_ids, dtype=torch.int32)
     turns = torch.tensor(sequence.turns, dtype=torch.int32).view(-1, 2)

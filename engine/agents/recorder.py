@@ -13,7 +13,6 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from engine.agents.environment_protocol import Action, Message
 from engine.agents.episode import (
@@ -245,7 +244,7 @@ def digest_of_ids(ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", ids).tobytes(), digest_size=12).digest()
 
 
-def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+def plain_message(message: Mapping[str, object], index: int) -> dict[str, object]:
     """A message of OpenAI's API in canonical form; DataError for what no template reads.
 
     Of the fields that clients send empty only `content` remains.

@@ -101,7 +101,7 @@ def _entries(section: str) -> Iterator[tuple[str, Words, Any]]:
 
 
 @cache
-def _sections() -> dict[str, dict[str, Any]]:
+def _sections() -> dict[str, dict[str, object]]:
     text = Path(__file__).with_name("verl_keys.yaml").read_text(encoding="utf-8")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other one takes 0.1 s
     return yaml.load(text, loader)

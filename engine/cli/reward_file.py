@@ -58,7 +58,7 @@ def each_row(function: Callable[..., Any]) -> Callable[..., object]:
         for row in zip(sources, completions, truths, extras, strict=True):
             yield function(**dict(zip(names, row, strict=True)))
 
-    def score(result: Any) -> Any:
+    def score(result: object) -> Any:
         return result["score"] if isinstance(result, dict) else result
 
     def reward(prompts: Any, completions: Any, *, ground_truth: Any, **columns: Any) -> Any:

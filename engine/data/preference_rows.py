@@ -135,7 +135,7 @@ def _response_row(row: Row, where: str) -> Row:
 
 def _conversation(
     row: Row, names: Sequence[str], where: str
-) -> tuple[list[dict[str, Any]], list[Response]]:
+) -> tuple[list[dict[str, object]], list[Response]]:
     """The messages before the responses `names`, and each of these."""
     prompt = None if is_missing(row.get("prompt")) else prompt_messages(row["prompt"], where)
     heads, responses = [], []

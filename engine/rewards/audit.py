@@ -141,7 +141,7 @@ def _first_rows(rows: RewardRows) -> RewardRows:
     return rows.select([row for of_source in by_source.values() for row in of_source[:ROWS]])
 
 
-def _column(rows: RewardRows, name: str) -> list[Any]:
+def _column(rows: RewardRows, name: str) -> list[object]:
     return list(rows.columns.get(name, [""] * len(rows)))
 
 

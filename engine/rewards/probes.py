@@ -167,7 +167,7 @@ BATTERY = (
 )  # fmt: skip
 
 
-def sample_rows(kind: str) -> list[dict[str, Any]]:
+def sample_rows(kind: str) -> list[dict[str, object]]:
     """Sixteen RL rows in canonical form whose right answers are of a kind, where no data are."""
     towns = (
         "Lyon Lille Metz Brest Nancy Dijon Rouen Nice Arles Blois Tours Angers Caen Laon Dax Sens"

@@ -354,7 +354,7 @@ def made_before(policy: Path) -> dict[str, Path]:
     return folders
 
 
-def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> dict[str, Any]:
+def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> dict[str, object]:
     """Collect the run's facts from its artifacts."""
     manifests = {name: read_manifest(folder) for name, folder in folders.items()}
     start = manifests["sft"].config.get("model")
@@ -396,7 +396,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     }
 
 
-def write_summary(run: RunContext, facts: dict[str, Any]) -> Path:
+def write_summary(run: RunContext, facts: dict[str, object]) -> Path:
     """Write `runs/<run id>/summary.json` whole or not at all."""
     path = run_folder(run) / "summary.json"
     write_text(path, f"{json.dumps(facts, indent=2)}\n", FREE_SPACE)

@@ -23,7 +23,7 @@ def _functions(module: str) -> dict[str, ast.FunctionDef]:
 
 
 def signature_of(
-    body: str, types: Mapping[str, Any], gives: Any = None, **inputs: Any
+    body: str, types: Mapping[str, object], gives: object = None, **inputs: object
 ) -> inspect.Signature:
     """Return the signature of a stage's function as a front's task has it.
 
@@ -47,7 +47,7 @@ def signature_of(
     return signature(kinds, gives or type_of(node.returns), **dict(defaults))
 
 
-def signature(inputs: Mapping[str, Any], gives: Any, **defaults: Any) -> inspect.Signature:
+def signature(inputs: Mapping[str, object], gives: object, **defaults: object) -> inspect.Signature:
     """Return the signature of a function with inputs of these types, by name."""
     kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     parameters = [
@@ -68,7 +68,7 @@ def function_of(
     module, name = body.split(".")
 
     @functools.wraps(call)  # flytekit takes no function that is local to another one
-    def run_stage(**inputs: Any) -> Any:
+    def run_stage(**inputs: object) -> Any:
         return call(getattr(getattr(stages, module), name), **inputs)
 
     about = ast.get_docstring(_functions(module)[name]) or ""

@@ -147,13 +147,13 @@ class _SettingsTransformer(TypeTransformer[Settings]):
 TypeEngine.register(_SettingsTransformer())
 
 
-def run_body(body: Callable[..., Any], **inputs: Any) -> Any:
+def run_body(body: Callable[..., Any], **inputs: object) -> Any:
     """Call a stage's body with a task's inputs, by name."""
     with flyte_host():
         return body(**{name: _as_stages_take_it(value) for name, value in inputs.items()})
 
 
-def _as_stages_take_it(value: Any) -> Any:
+def _as_stages_take_it(value: object) -> Any:
     if isinstance(value, Dir):
         return Artifact(value.path)
     if isinstance(value, Settings):

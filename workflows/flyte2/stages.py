@@ -22,7 +22,7 @@ CALLS: Mapping[Any, Callable[..., Any]] = {Dir: host.folder, File: host.file}
 
 
 def task_of(
-    body: str, call: Callable[..., Any] | None = None, gives: Any = None, **inputs: Any
+    body: str, call: Callable[..., Any] | None = None, gives: object = None, **inputs: object
 ) -> Any:
     """Return the task of a stage; `body` is `module.function` of `engine.stages`.
 
@@ -34,7 +34,7 @@ def task_of(
     return stage_task(interfaces.function_of(body, call, __name__, signature))
 
 
-def table_of(body: Callable[..., Any], **inputs: Any) -> File:
+def table_of(body: Callable[..., Any], **inputs: object) -> File:
     """Call a stage's body that makes a part of a table; return its file in the run's folder."""
 
     def write(part: int, **inputs: Any) -> Path:

@@ -95,7 +95,7 @@ def encode(value: object, other: Callable[[object], object]) -> object:
     return other(value)
 
 
-def decode(coded: Any, other: Callable[[Any], object]) -> Any:
+def decode(coded: object, other: Callable[[Any], object]) -> Any:
     """The value of `encode`; raise ValueError for what is none."""
     if not isinstance(coded, list):
         return coded
