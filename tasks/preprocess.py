@@ -1,7 +1,5 @@
 """`python -m tasks.preprocess`: a data set as verl-compatible Parquet files with a card."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path

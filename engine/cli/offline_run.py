@@ -1,7 +1,5 @@
 """The run of `main_sft`, `main_preference`, `main_reward_model`: data in, a trained model out."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The run of `python -m engine.main_ppo`: data read and checked, training, or `--dry-run`."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence

@@ -101,11 +101,10 @@ def _entries(section: str) -> Iterator[tuple[str, Words, Any]]:
 
 
 @cache
-def _sections() -> dict[str, dict[str, Any]]:
+def _sections() -> dict[str, dict[str, object]]:
     text = Path(__file__).with_name("verl_keys.yaml").read_text(encoding="utf-8")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other one takes 0.1 s
-    sections: dict[str, dict[str, Any]] = yaml.load(text, loader)
-    return sections
+    return yaml.load(text, loader)
 
 
 def _with_words(text: str, words: Words) -> str:
@@ -237,7 +236,7 @@ class Resolved(Generic[C]):
         """Return what a setting is: as overridden, or its default."""
         if path in self.overrides and self.overrides[path].value is not None:
             return self.overrides[path].value
-        value: Any = self.config
+        value = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else getattr(value, name)
         return value

@@ -1,7 +1,5 @@
 """The folder of a run: made before any compute; whole models, and what made a run fail, in it."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import tempfile

@@ -1,7 +1,5 @@
 """The roles of an RL run and the loop around them, with rewards, recorded steps and GPU kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Optimizer, sharding over ranks, and training on rows of a dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 

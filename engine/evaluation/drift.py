@@ -4,8 +4,6 @@ Each compares the last quarter of the steps with the first one; the noise is tha
 steps. A signal never stops a run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

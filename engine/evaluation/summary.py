@@ -3,8 +3,6 @@
 The table of an evaluation holds the problems of all evaluation sets; `TEST` is the run's own split.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

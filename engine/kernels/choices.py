@@ -9,8 +9,6 @@ products are chosen. `HYBRIDFLYTE_KERNELS=compiled` or `=library` forces a choic
 `=AVX512-BF16`, `=FMA` or `=AMX` the compiled loops with these instructions.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """A model is laid out over a role's ranks: sharded, loaded into its shards, and checked."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """A policy on this process's ranks, for training, for rollout, and for its model folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -227,8 +225,7 @@ class StartModel:
         return models.open_policy_model(self.path, self.dtype, self.lora, self.seed)
 
     def load_on(self, device: torch.device) -> PreTrainedModel:
-        model: PreTrainedModel = load_opened(self.open(), device)
-        return model
+        return load_opened(self.open(), device)
 
 
 def load_opened(opened: Any, device: torch.device) -> Any:

@@ -4,8 +4,6 @@ What settings refer to by name is pinned, so that changed files miss the cache: 
 commit that it is loaded at; data, code (without what it imports), files and folders get a digest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -34,6 +32,7 @@ from engine.config import (
 )
 from engine.console import say
 from engine.data.cells import texts_of
+from engine.data.row_files import address_digest, data_files
 from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
@@ -43,6 +42,7 @@ from engine.stages import profiles, settings
 from engine.stages.profiles import Profile, changed
 from engine.stages.stage import Artifact, execution_tags, host, library_versions, show_run
 from engine.storage import digests, signatures
+from engine.storage.artifacts import read_manifest
 from engine.storage.digests import PACKAGES, sources_digest
 from engine.storage.filesystem import as_path, home, is_remote, pin_revision, require_model_name
 from engine.tracking import Tracker
@@ -186,7 +186,6 @@ def plan_promotion(
     """Check that the evaluation is of this model on this data, as configured; open the run."""
     from engine.evaluation.comparability import require_same_settings
     from engine.promotion.gate import check_evidence
-    from engine.storage.artifacts import read_manifest
 
     machines, data = profiles.read_profile(profile), dataset.local()
     config = with_overrides(config, seed=seed)
@@ -349,8 +348,6 @@ def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> setting
 
 def preferences_digest(pairs: PairsConfig) -> str:
     """Return the SHA-256 (hex) of the files of preferences; empty for rollouts."""
-    from engine.data.row_files import address_digest, data_files
-
     if not pairs.path:
         return ""
     if not is_remote(pairs.path) and not as_path(pairs.path).exists():
@@ -432,10 +429,7 @@ def _with_reward_code(config: Scored) -> Scored:
 
 
 def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
-    """Return the settings of episodes, with the digest of environment or agent, tools and parser.
-
-    Options count with the modules and files that they name.
-    """
+    """Return the settings of episodes, with the digest of all modules and files that they name."""
     from engine.agents.agent_runner import agent_files
 
     environment, play = agent.environment, agent.play

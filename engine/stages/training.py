@@ -3,8 +3,6 @@
 Training on preferences is in `preferences`, reward models are in `reward_model`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -21,6 +21,7 @@ from flytekit.core.local_cache import LocalTaskCache
 from s3_server import s3_bucket
 from tracker_files import tensorboard_points, wandb_points
 
+from engine import stages
 from engine.config import ParallelConfig, PipelineConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
@@ -111,12 +112,15 @@ BODIES = (
 @pytest.mark.parametrize("body", BODIES)
 def test_a_signature_that_is_read_is_that_of_the_function(body: str) -> None:
     types = {"Artifact": Artifact, "Path": Path, "PipelineConfig": PipelineConfig, "pd": pd}
-    function = interfaces.function_of(body)
-    assert interfaces.signature_of(body, types) == inspect.signature(function, eval_str=True)
-    assert interfaces.docstring_of(body) == inspect.getdoc(function)
-    ours = interfaces.signature_of(body, types, gives=bytes, run=int)
-    assert ours.return_annotation is bytes
-    assert [p.annotation for p in ours.parameters.values() if p.name == "run"] in ([], [int])
+    module, name = body.split(".")
+    function = getattr(getattr(stages, module), name)
+    signature = interfaces.signature_of(body, types)
+    assert signature == inspect.signature(function, eval_str=True)
+    ours = interfaces.function_of(body, lambda function: function, __name__, signature)
+    assert (ours(), ours.__name__, ours.__doc__) == (function, name, inspect.getdoc(function))
+    other = interfaces.signature_of(body, types, gives=bytes, run=int)
+    assert other.return_annotation is bytes
+    assert [p.annotation for p in other.parameters.values() if p.name == "run"] in ([], [int])
 
 
 def test_tasks_are_declared_before_torch_is_loaded() -> None:

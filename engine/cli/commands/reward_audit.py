@@ -1,7 +1,5 @@
 """`python -m engine.reward_audit NAME|FILE`: whether a scorer can be fooled."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
