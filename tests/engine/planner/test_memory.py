@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from dispatched import LiveBytes
 from test_layout_search import GRPO_7B, QWEN_05B, gpus
 from tiny_engine import completions_batch, random_completions
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.config import OptimConfig, ParallelConfig
@@ -103,41 +100,6 @@ def test_activations_are_about_what_backward_keeps(model: Qwen2ForCausalLM) -> N
     assert 0.8 < layers / real < 1.6
 
 
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations return, as long as they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.references: list[weakref.ref[Any]] = []
-        self.now = self.peak = 0
-
-    def add(self, key: int, size: int) -> None:
-        self.now += size - self.sizes.get(key, 0)
-        self.sizes[key] = size
-        self.peak = max(self.peak, self.now)
-
-    def see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if (key := id(storage)) in self.sizes:
-            return
-
-        def gone(reference: object) -> None:
-            self.now -= self.sizes.pop(key)
-
-        self.references.append(weakref.ref(storage, gone))
-        self.add(key, storage.nbytes())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # which calls it again with local tensors
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
-                self.see(tensor)
-        return out
-
-
 def fake_rank_peak(
     config: Qwen2Config, rows: int, monkeypatch: pytest.MonkeyPatch, **parallel: Any
 ) -> int:
@@ -148,7 +110,7 @@ def fake_rank_peak(
     monkeypatch.setattr(process_groups, "_set_timeout", lambda group: None)
     monkeypatch.setattr(training_ops, "library", lambda: None)  # whose loops take real tensors
     monkeypatch.setattr(gradients, "clip_grad_norm", lambda *args: 1.0)  # a fake has no number
-    peak, resize = PeakBytes(), torch.UntypedStorage.resize_
+    peak, resize = LiveBytes(), torch.UntypedStorage.resize_
 
     def resized(storage: Any, size: int) -> Any:  # FSDP frees and fills its buffers so
         if id(storage) in peak.sizes:
