@@ -20,7 +20,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from engine.config import ParallelConfig
 from engine.parallel.process_groups import SHARD_AXES, Ranks
@@ -28,20 +28,7 @@ from engine.parallel.process_groups import SHARD_AXES, Ranks
 T = TypeVar("T")
 
 _RUN = "_run_with_weights"  # the method of a sharded model that `run_forward` calls
-_PRODUCTS = {  # by operator: the place of the matrix among its arguments
-    "aten::mm": 1,
-    "aten::addmm": 2,
-    "aten::_grouped_mm": 1,
-    "mkldnn::_linear_pointwise": 1,
-}
-_ATTENTION = {
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-    "aten::_scaled_dot_product_fused_attention_overrideable",
-    "torch_attn::_varlen_attn",
-}
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "mkldnn::_linear_pointwise")
 THIN = 8  # from this ratio of its sides on, a matrix is an adapter's or a router's
 
 
@@ -175,34 +162,27 @@ class OffloadedWeights:
 
 
 def checkpoint_activations(
-    layers: Sequence[nn.Module], *, selective: bool = False, offload: bool = False
+    layers: Sequence[nn.Module], mode: bool | str = True, *, offload: bool = False
 ) -> None:
     """Make each layer, in place, keep its inputs only and compute again in backward.
 
-    `selective`: it also keeps the outputs of attention and of every second matrix product.
-    `offload`: until then a GPU's inputs are in CPU memory. Call it before `shard_model`. Names of
-    parameters stay as they are.
+    In the mode "selective" it also keeps the outputs of attention and of every second matrix
+    product. `offload`: until then a GPU's inputs are in CPU memory. Call it before `shard_model`.
+    Names of parameters stay as they are.
     """
-    offload = offload and torch.cuda.is_available()
-    contexts = _selective_contexts if selective else checkpoint.noop_context_fn
+    options: Any = {"context_fn": _selective_contexts} if mode == "selective" else {}
     for layer in layers:
-        layer.forward = partial(_checkpointed, layer.forward, contexts, offload)
+        run = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+        offloads = offload and torch.cuda.is_available()
+        layer.forward = partial(_checkpointed, layer.forward, run, offloads)
 
 
-def _checkpointed(
-    forward: Callable[..., object],
-    contexts: Callable[[], Any],
-    offload: bool,
-    *args: object,
-    **kwargs: Any,
-) -> object:
+def _checkpointed(plain: Any, run: Any, offload: bool, *args: Any, **kwargs: Any) -> object:
     if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
+        return plain(*args, **kwargs)
     # Of the inputs: inside, what is saved has the checkpoint's own hooks.
     with save_on_cpu(pin_memory=True) if offload else nullcontext():
-        return checkpoint.checkpoint(
-            forward, *args, use_reentrant=False, context_fn=contexts, **kwargs
-        )
+        return run(*args, **kwargs)
 
 
 def _selective_contexts() -> Any:
@@ -214,13 +194,12 @@ def _selective_contexts() -> Any:
     counted = itertools.count(1)
 
     def policy(context: object, operator: Any, *args: Any, **kwargs: Any) -> bool:
-        name = operator.name()
-        if name not in _PRODUCTS:
-            return name in _ATTENTION
-        sides = args[_PRODUCTS[name]].shape[-2:]
+        if (name := operator.name()) not in _PRODUCTS:
+            return "attention" in name or "_attn" in name
+        sides = args[1 + (name == "aten::addmm")].shape[-2:]  # of the matrix
         return THIN * min(sides) >= max(sides) and next(counted) % 2 == 0
 
-    return checkpoint.create_selective_checkpoint_contexts(policy)
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _run(model: nn.Module, function: Callable[[], T]) -> T:

@@ -238,10 +238,10 @@ def rl_estimate(config: PipelineConfig, profile: Profile) -> Iterator[str]:
             yield f"estimate  none: {error}"
             return
     candidate, fixed = auto_placement.rl_candidate(rl), auto_placement.fixed_settings(rl)
-    estimate = auto_placement.step_estimate(work, candidate, *machines, fixed)
-    hours = steps * estimate.seconds / 3600
+    seconds, lines = auto_placement.step_estimate(work, candidate, *machines, fixed)
+    hours = steps * seconds / 3600
     yield f"estimate  of RL on {ranks} × {profile.accelerator or 'CPU'}, every row at its longest"
-    yield from estimate.lines
+    yield from lines
     yield f"total     {human_time(hours * 3600)} for {steps} steps, roughly"
     cost = f"{hours * price.price_per_hour:.2f}, at {price.price_per_hour:g} an hour"
     yield f"cost      {cost if price.price_per_hour else 'not known; set tracking.price_per_hour'}"

@@ -200,7 +200,7 @@ def liger() -> None:
         found = run()
         for mine, wanted in zip(found, plain, strict=True):
             close(mine, wanted, 1e-5)
-        checkpoint_activations(list(model.model.layers), selective=True)
+        checkpoint_activations(list(model.model.layers), "selective")
         assert all(map(torch.equal, run(), found)), "what is kept was written over"
 
 

@@ -73,7 +73,7 @@ def train(run: Run) -> Trace:
     model = build(run)
     layers = decoder_layers(model)
     if checkpoints := run.parallel.activation_checkpointing:
-        fsdp.checkpoint_activations(layers, selective=checkpoints == "selective")
+        fsdp.checkpoint_activations(layers, checkpoints)
     fsdp.shard_model(model, ranks, run.parallel, layers=layers)
     optimizer = Optimizer(
         model,

@@ -370,11 +370,11 @@ def test_selective_checkpoints_repeat_less_and_keep_less(
     family: str, again: tuple[int, int]
 ) -> None:
     batch, products, kept, gradients = training_batch(9), [], [], []
-    for checkpoints in (None, True, False):  # selective
+    for mode in (None, "selective", True):
         model = tiny_model(family)
         layers = decoder_layers(model)
-        if checkpoints is not None:
-            fsdp.checkpoint_activations(layers, selective=checkpoints)
+        if mode is not None:
+            fsdp.checkpoint_activations(layers, mode)
         with LiveBytes() as live:
             log_probs = response_log_probs(model, batch, 1.0)
             kept.append(live.now)
