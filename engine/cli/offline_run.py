@@ -125,12 +125,11 @@ def _plan_lines(config: OfflineRunConfig, train: Sequence[AnyExample], steps: in
         work = replace(work, completions=len(lengths) // len(train), passes=int(has_reference))
         layout = training.parallel, training.max_tokens_per_micro_batch
         machines = auto_placement.sft_candidate(*layout), ranks, ranks, kind
-        longest = auto_placement.step_estimate(work, *machines)
+        longest = auto_placement.step_estimate(work, *machines)[1]
         mean = replace(work, prompt_length=sum(lengths) // len(lengths))
-        usual = auto_placement.step_estimate(mean, *machines)
+        seconds, usual = auto_placement.step_estimate(mean, *machines)
         yield f"estimate  for {ranks} × {kind or 'CPU'}; memory by the longest row"
-        yield from [*longest.lines[:-1], usual.lines[-1]]
-        seconds = usual.seconds
+        yield from [*longest[:-1], usual[-1]]
     settings = run_settings(training, config.seed, config.model.path, len(train))
     yield from run_folder.plan_lines(
         config.run, steps, seconds, lambda saved: changed_settings(training, saved, settings)

@@ -306,9 +306,8 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
         machines = auto_placement.rl_candidate(rl), ranks, min(ranks, per_node or ranks), kind
         fixed = auto_placement.fixed_settings(rl)
-        estimate = auto_placement.step_estimate(work, *machines, fixed)
-        yield from estimate.lines
-        seconds = estimate.seconds
+        seconds, lines = auto_placement.step_estimate(work, *machines, fixed)
+        yield from lines
     length = config.data.max_response_length
     settings = run_settings(rl, length, config.seed)
     defaults = run_settings(RLConfig(), length, config.seed)

@@ -46,6 +46,8 @@ def queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tup
     )
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
+    else:  # rotated in place, and selective checkpointing may have kept the products
+        query, key = query.clone(), key.clone()
     rotated = LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
     return *(heads.transpose(1, 2) for heads in rotated), value
 

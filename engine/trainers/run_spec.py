@@ -287,8 +287,7 @@ def _training(spec: RunSpec, role: ActorConfig | CriticConfig, rows: int) -> dic
     """The role's section and its optimizer steps, in which `optim.warmup_steps` is counted too."""
     steps = role.ppo_epochs * math.ceil(rows / (role.ppo_mini_batch_size or rows))  # an update
     if role.optim.warmup_steps is not None:
-        warmup = {"warmup_steps": role.optim.warmup_steps * steps}
-        role = role.model_copy(update={"optim": role.optim.model_copy(update=warmup)})
+        role = role.replaced({"optim.warmup_steps": role.optim.warmup_steps * steps})
     total = spec.config.trainer.total_training_steps * steps
     return {"config": role, "total_steps": total, "seed": spec.seed}
 
@@ -371,9 +370,7 @@ def effective_config(config: RLConfig) -> RLConfig:
     off_policy = rollout_source(config.trainer).off_policy
     if not off_policy or config.algorithm.rollout_correction.enabled:
         return config
-    correction = config.algorithm.rollout_correction.model_copy(update={"rollout_is": "token"})
-    algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
-    return config.model_copy(update={"algorithm": algorithm})
+    return config.replaced({"algorithm.rollout_correction.rollout_is": "token"})
 
 
 def resolve_placement(config: RLConfig) -> RLConfig:
@@ -395,8 +392,7 @@ def resolve_placement(config: RLConfig) -> RLConfig:
     )
     ray = sys.modules.get("ray")
     joined = bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
-    placed = {"placement": "ray" if apart or joined else "local"}
-    return config.model_copy(update={"trainer": trainer.model_copy(update=placed)})
+    return config.replaced({"trainer.placement": "ray" if apart or joined else "local"})
 
 
 def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
