@@ -83,7 +83,8 @@ class PricedCandidate:
         if not self.work.decodes or self.work.runs_ahead:
             return ""
         share = self.work.memory_share
-        return f"{share:g} of the GPU" if share else f"{self.work.decode_rows} rows at once"
+        text = f"{share:g} of the GPU" if share else f"{self.work.decode_rows} rows at once"
+        return f"{text}, adapters beside the base" if self.work.shares_base else text
 
     @property
     def rollout_excess(self) -> float:
@@ -113,9 +114,12 @@ def _options(
         options = (*offload, recompute, fixed.sequence_parallel)
         candidate = Candidate(layout, rollout_tp, tokens, *options)
         best = PricedCandidate(work, candidate, allocation)
+        if best.rollout_excess > 0 and work.shares_base is None and allocation.gpus:
+            shared = replace(work, shares_base=True)
+            best = PricedCandidate(shared, candidate, allocation)
         without_cache = best.memory.sampling - best.memory.cache
         if best.rollout_excess > 0 and without_cache < usable_bytes(allocation.memory):
-            for smaller in _smaller_rollouts(work, allocation, fixed):
+            for smaller in _smaller_rollouts(best.work, allocation, fixed):
                 other = PricedCandidate(smaller, candidate, allocation)
                 best = min(best, other, key=lambda priced: max(0.0, priced.rollout_excess))
                 if best.rollout_excess <= 0:

@@ -106,7 +106,7 @@ class EngineCapabilities:
 
 ENGINE_SETTINGS = (
     *("max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "enable_rollout_routing_replay"),
-    *("kv_on_update", "server", "vllm"),
+    *("kv_on_update", "lora", "server", "vllm"),
 )
 """Fields of RolloutConfig that only some engines read."""
 COMMON_OPTIONS = ("max_num_seqs", "max_model_len", "kv_cache_memory_mb", "seed")
