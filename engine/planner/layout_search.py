@@ -114,9 +114,9 @@ def _options(
         options = (*offload, recompute, fixed.sequence_parallel)
         candidate = Candidate(layout, rollout_tp, tokens, *options)
         best = PricedCandidate(work, candidate, allocation)
-        if best.rollout_excess > 0 and work.shares_base is None and allocation.gpus:
-            shared = replace(work, shares_base=True)
-            best = PricedCandidate(shared, candidate, allocation)
+        two_fit = best.rollout_excess <= 0 and not work.memory_share  # vLLM has one where it can
+        if work.shares_base is None and allocation.gpus and not two_fit:
+            best = PricedCandidate(replace(work, shares_base=True), candidate, allocation)
         without_cache = best.memory.sampling - best.memory.cache
         if best.rollout_excess > 0 and without_cache < usable_bytes(allocation.memory):
             for smaller in _smaller_rollouts(best.work, allocation, fixed):

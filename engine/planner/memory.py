@@ -163,7 +163,8 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
     base = 0.0 if candidate.shares_storage or not work.adapters else policy / candidate.rollout_tp
     if work.runs_ahead:  # samplers decode
         copy = base = 0.0
-    stays = 0.0 if candidate.shares_storage else base + (0.0 if work.sleeps else copy)
+    merged = work.adapters and candidate.rollout_tp == 1 and not work.stays_awake  # for a rollout
+    stays = 0.0 if candidate.shares_storage else base + (0.0 if work.sleeps or merged else copy)
     copy += base
     visiting, host = 0.0, sum(m.saved for m in models)  # a checkpoint is copied there first
     matrix = work.shape.hidden * work.shape.intermediate * work.weight_bytes

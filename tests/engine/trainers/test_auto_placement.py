@@ -233,10 +233,23 @@ TWO_BASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("rollout", "lora", "decoded"), DECODED)
 def test_a_small_gpu_decides_how_adapters_are_decoded(
-    rollout: dict[str, Any], lora: dict[str, Any], decoded: str, tmp_path: Path, monkeypatch: Any
+    rollout: dict[str, Any],
+    lora: dict[str, Any],
+    decoded: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lora = {"rank": 16} | lora
     found = gpu_run(tmp_path, 23.6, monkeypatch, "Qwen2.5-7B", lora, rollout=rollout)
+    assert found.rollout.lora == decoded
+
+
+@pytest.mark.parametrize(("engine", "decoded"), [("native", ""), ("vllm", "adapter")])
+def test_native_merges_where_two_bases_fit(
+    engine: str, decoded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes adapters on every GPU."""
+    found = gpu_run(tmp_path, 79.6, monkeypatch, lora={"rank": 16}, rollout={"engine": engine})
     assert found.rollout.lora == decoded
 
 
