@@ -187,6 +187,12 @@ def engine_options(config: RolloutConfig) -> dict[str, object]:
     return _registry.options(config.engine).parse(config.options, "rollout.options")
 
 
+def check_lora(way: str) -> None:
+    """Raise ConfigError unless `way` is one of decoding adapters (`RolloutConfig.lora`)."""
+    if way not in ("", "merged", "adapter"):
+        raise ConfigError(f"rollout.lora={way!r} is unknown; set merged or adapter")
+
+
 def check_version(engine: RolloutEngine, version: int) -> None:
     """Raise RolloutError unless `engine` serves policy `version`; call it before a rollout."""
     if engine.policy_version != version:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from contextlib import suppress
-from typing import Literal
 
 import torch
 
@@ -59,7 +58,7 @@ class NativeEngine:
         seed: int = 0,
         cuda_graphs: bool = False,
         routed_experts: bool = False,
-        lora: Literal["", "merged", "adapter"] = "",
+        lora: str = "",
     ) -> None:
         """Bind to a transformers causal LM, or to this rank's shard of one.
 
@@ -72,10 +71,12 @@ class NativeEngine:
         to. `lora="adapter"`: adapters and a packed base are decoded as they are stored; otherwise
         decoding begins with a dense copy of what they are on, which is dropped when it ends.
 
-        Raises ConfigError for a length beyond the context, and for an unknown cache size.
+        Raises ConfigError for a length beyond the context, for an unknown cache size, and for an
+        unknown `lora`.
         """
         if max_num_seqs < 1:
             raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
+        protocol.check_lora(lora)
         self.stats = protocol.RolloutStats()
         self._max_num_seqs, self._seed, self._routed_experts = max_num_seqs, seed, routed_experts
         self._max_model_len = protocol.resolve_max_model_len(max_model_len, context_length(model))

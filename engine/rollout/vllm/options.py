@@ -27,7 +27,7 @@ from engine.config.rollout_engines import VllmConfig
 from engine.config.text import explain
 from engine.errors import ConfigError
 from engine.rollout import trainer_model
-from engine.rollout.protocol import EngineCapabilities, resolve_max_model_len
+from engine.rollout.protocol import EngineCapabilities, check_lora, resolve_max_model_len
 
 WHERE = "rollout.vllm.engine_kwargs"
 
@@ -164,8 +164,7 @@ def check_settings(settings: VllmConfig, kv_cache_memory_mb: int | None, lora: s
             f"rollout.vllm.gpu_memory_utilization={settings.gpu_memory_utilization} has no effect "
             f"beside rollout.kv_cache_memory_mb={kv_cache_memory_mb}; set one of them"
         )
-    if lora not in ("", "merged", "adapter"):
-        raise ConfigError(f"rollout.lora={lora!r} is unknown; set merged or adapter")
+    check_lora(lora)
     if settings.quantization and lora == "adapter":
         raise ConfigError(
             f"rollout.vllm.quantization={settings.quantization} with rollout.lora=adapter: "

@@ -336,6 +336,11 @@ def test_rollout_keeps_no_second_base(quantize: Any, dtype: str) -> None:
     assert added["merged"] > 2.9 * layer, "so that copies are seen"
 
 
+def test_an_unknown_way_to_decode_adapters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.lora='both' is unknown; set merged or adap"):
+        create_engine("native", adapted(tiny_model("qwen2")), lora="both")
+
+
 def test_llama_families_keep_their_fast_path_with_adapters() -> None:
     policy = adapted(tiny_model("qwen2"))
     layer: Any = policy.model.layers[1].mlp.down_proj
