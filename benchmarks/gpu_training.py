@@ -264,15 +264,18 @@ def qlora(args: argparse.Namespace) -> Iterator[Figure]:
     yield Figure(f"{size} QLoRA update in 24 GB, peak memory", peak, "GiB")
     gc.collect()
     empty_cache()
-    engine = create_engine("native", model, max_num_seqs=16, max_model_len=512)
     asked = SamplingParams(n=8, max_new_tokens=8 if args.tiny else 64)
-    prompts = [list(range(5, 5 + 64))] * 2
-    engine.generate(prompts, asked)
-    begin = time.perf_counter()
-    found = engine.generate(prompts, asked)
-    rate = sum(len(one.token_ids) for one in found) / (time.perf_counter() - begin)
-    yield Figure(f"{size} QLoRA rollout in 24 GB, 16 rows", rate, "tokens/s")
-    yield Figure(f"{size} QLoRA in 24 GB, peak memory", peak_gib(), "GiB")
+    for lora, count in (("merged", 16), ("adapter", 16), ("adapter", 128)):
+        engine = create_engine("native", model, max_num_seqs=count, max_model_len=512, lora=lora)
+        prompts = [list(range(5, 5 + 64))] * (count // 8)
+        engine.generate(prompts, asked)
+        begin = time.perf_counter()
+        done = engine.generate(prompts, asked)
+        rate = sum(len(one.token_ids) for one in done) / (time.perf_counter() - begin)
+        name = f"{size} QLoRA rollout in 24 GB, {count} rows, {lora}"
+        yield Figure(name, rate, "tokens/s")
+        yield Figure(f"{name}, peak memory", peak_gib(), "GiB")
+        reset_peak()
 
 
 def memory(args: argparse.Namespace) -> Iterator[Figure]:

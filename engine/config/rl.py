@@ -201,6 +201,11 @@ class RolloutConfig(TokenSamplingConfig):
     """MoE models on native: record experts for actor.router_replay.mode=R3"""
     cuda_graphs: bool = False
     """native on a GPU: replay decode steps of the Llama family as CUDA graphs"""
+    lora: Literal["", "merged", "adapter"] = ""
+    """How a policy's adapters are decoded: merged into a dense copy of the matrices that they are
+    on, or adapter: beside the base, which native and vllm in process share with the trainer, packed
+    or not. Empty: on a GPU vllm takes adapters, and native what the planner finds faster; else
+    merged"""
     val_kwargs: ValidationSamplingConfig = ValidationSamplingConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     agent: AgentConfig = AgentConfig()

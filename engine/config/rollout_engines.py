@@ -17,8 +17,6 @@ class VllmConfig(Section):
     rollout.tensor_parallel_size processes of vLLM's own for each of them"""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Of vLLM's weights; empty: the policy's, which is what lets it share them"""
-    lora: Literal["merged", "adapter"] = "merged"
-    """A policy's adapters: merged into vLLM's weights, or vLLM's own LoRA"""
     bucket_mb: int = Field(64, ge=1, description="Weights on their way to vLLM's processes at once")
     sleep: Literal[0, 1, 2] | None = None
     """Between rollouts free vLLM's device memory: 1 keeps weights on the host, 2 throws them away;

@@ -26,6 +26,8 @@ class LinearWeights(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+    unpack: Callable[[], Tensor] | None = None  # makes the matrix of a packed `weight`
+    adapter: tuple[Tensor, Tensor] | None = None  # LoRA's A `[r, in]` and α/r · B `[out, r]`
 
 
 class RMSNorm(NamedTuple):
@@ -183,8 +185,7 @@ class CpuStep:
             w.embedding.data_ptr(), w.norm.weight.data_ptr(), w.head.weight.data_ptr(),
             address(w.head.bias), cos.data_ptr(), sin.data_ptr(), self._layers,
         )  # fmt: skip
-        matrices = [w.head.weight, *(getattr(x, n).weight for x in w.layers for n in _LINEARS)]
-        self._parameters = sum(matrix.numel() for matrix in matrices)
+        self._parameters = sum(linear.weight.numel() for linear in _linears(w))
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._logits = w.embedding.new_empty(0, w.head.weight.shape[0], dtype=torch.float32)
 
@@ -223,6 +224,8 @@ def cpu_step(weights: DecoderWeights, cos: Tensor, sin: Tensor) -> CpuStep | Non
         return None
     if len({norm.eps for norm in _norms(weights)}) > 1:
         return None
+    if any(linear.unpack or linear.adapter for linear in _linears(weights)):
+        return None
     if not all(
         t.device.type == "cpu" and t.dtype == torch.bfloat16 and t.is_contiguous()
         for t in (*_tensors(weights), cos, sin)
@@ -234,10 +237,13 @@ def cpu_step(weights: DecoderWeights, cos: Tensor, sin: Tensor) -> CpuStep | Non
 
 def _tensors(w: DecoderWeights) -> list[Tensor]:
     """List all parameters, detached."""
-    linears = [w.head, *(getattr(layer, name) for layer in w.layers for name in _LINEARS)]
     tensors = [w.embedding, *(norm.weight for norm in _norms(w))]
-    tensors += [t for linear in linears for t in linear if t is not None]
+    tensors += [t for linear in _linears(w) for t in linear[:2] if t is not None]
     return [t.detach() for t in tensors]
+
+
+def _linears(w: DecoderWeights) -> list[LinearWeights]:
+    return [w.head, *(getattr(layer, name) for layer in w.layers for name in _LINEARS)]
 
 
 def _norms(w: DecoderWeights) -> list[RMSNorm]:
@@ -248,7 +254,7 @@ def _norms(w: DecoderWeights) -> list[RMSNorm]:
 def _layer(layer: LayerWeights) -> _Layer:
     linears = [getattr(layer, name) for name in _LINEARS]
     norms = [getattr(layer, name) for name in _NORMS]
-    addresses = [address(tensor) for linear in linears for tensor in linear]
+    addresses = [address(tensor) for linear in linears for tensor in linear[:2]]
     return _Layer(*addresses, *(None if n is None else n.weight.data_ptr() for n in norms))
 
 

@@ -177,6 +177,8 @@ def rollout_seconds(work: Workload, candidate: Candidate, allocation: Allocation
     prefill = rows / work.completions * work.prompt_length * flops
     cache = 2 * shape.layers * max(1.0, shape.kv_heads / tp) * shape.head_dim * work.weight_bytes
     read = sizes(shape).read(together) * work.weight_bytes / tp
+    if work.shares_base and work.quantized:  # each matrix is unpacked before its product
+        read += sizes(shape).total * (work.base_bytes + work.weight_bytes)
     read += together * (work.prompt_length + work.response_length / 2) * cache
     step = max(read / (device.bandwidth * STREAMED), together * flops)
     step += shape.layers * device.kernel_s

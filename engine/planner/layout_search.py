@@ -84,7 +84,8 @@ class PricedCandidate:
         if not self.work.decodes or self.work.runs_ahead:
             return ""
         share = self.work.memory_share
-        return f"{share:g} of the GPU" if share else f"{self.work.decode_rows} rows at once"
+        text = f"{share:g} of the GPU" if share else f"{self.work.decode_rows} rows at once"
+        return f"{text}, adapters beside the base" if self.work.shares_base else text
 
     @property
     def rollout_excess(self) -> float:
@@ -117,9 +118,12 @@ def _options(
             activation_checkpointing=recompute,
         )  # fmt: skip
         best = PricedCandidate(work, candidate, allocation)
+        two_fit = best.rollout_excess <= 0 and not work.memory_share  # vLLM has one where it can
+        if work.shares_base is None and allocation.gpus and not two_fit:
+            best = PricedCandidate(replace(work, shares_base=True), candidate, allocation)
         without_cache = best.memory.sampling - best.memory.cache
         if best.rollout_excess > 0 and without_cache < usable_bytes(allocation.memory):
-            for smaller in _smaller_rollouts(work, allocation, fixed):
+            for smaller in _smaller_rollouts(best.work, allocation, fixed):
                 other = PricedCandidate(smaller, candidate, allocation)
                 best = min(best, other, key=lambda priced: max(0.0, priced.rollout_excess))
                 if best.rollout_excess <= 0:

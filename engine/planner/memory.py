@@ -170,11 +170,15 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
     # The policy in one piece, as it is loaded and as a rollout copy.
     policy = sizes(work.shape).total * (work.base_bytes or work.weight_bytes)
     policy += work.adapters * _FLOAT32
-    copy = sizes(work.shape).total * work.weight_bytes / candidate.rollout_tp  # dense and merged
-    own_storage = candidate.shares_storage and (work.shares_base or not work.adapters)
-    if work.runs_ahead or own_storage:  # where rollout runs ahead, samplers decode
-        copy = 0.0
-    stays = 0.0 if work.sleeps or candidate.shares_storage else copy
+    dense = sizes(work.shape).total * work.weight_bytes / candidate.rollout_tp
+    # What rollout makes, and under adapters a whole base that it decodes beside, or merges.
+    copy = 0.0 if work.shares_base or (candidate.shares_storage and not work.adapters) else dense
+    base = 0.0 if candidate.shares_storage or not work.adapters else policy / candidate.rollout_tp
+    if work.runs_ahead:  # samplers decode
+        copy = base = 0.0
+    merged = work.adapters and candidate.rollout_tp == 1 and not work.stays_awake  # for a rollout
+    stays = 0.0 if candidate.shares_storage else base + (0.0 if work.sleeps or merged else copy)
+    copy += base
     visiting, host = 0.0, sum(m.saved for m in models)  # a checkpoint is copied there first
     away = max(m.weights for m in models) if candidate.moves_weights else 0.0
     if away:  # one model at a time is on the device
@@ -191,9 +195,11 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
         host += moments
         visiting, moments = min(moments, _PART * work.optimizer_bytes), 0.0
     cache, share, short = kv_cache(work, candidate), work.memory_share * there, 0.0
+    if share and work.shares_base:  # where the base waits until the engine has started
+        host += policy
     if share and work.decodes and not work.runs_ahead:
         row = _row_cache(work, candidate.rollout_tp)
-        cache, short = max(row, share - copy), max(0.0, copy + row + _PASSES - share)
+        cache, short = max(row, share - dense), max(0.0, dense + row + _PASSES - share)
     loading = weights + (matrix if work.quantized else _BUCKET)
     if work.samplers and not gpu:  # processes that only decode share a machine with a rank
         more = work.samplers * (sampler_need(work) + RUNTIME)

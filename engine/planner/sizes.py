@@ -67,7 +67,7 @@ class Workload:
     samplers: int = 0  # processes beside the policy's that only decode
     sampler_bytes: float = 4.0  # an element of their weights
     sleeps: bool = False  # the engine frees its copy of the weights between rollouts
-    shares_base: bool = False  # and decodes adapters beside the trainer's base, without a copy
+    shares_base: bool | None = False  # decodes adapters beside the base; None: where that pays
     fused: bool = False  # layers store what Liger-Kernel's functions do
     families: bool = True  # the model can be cut by tp and pp
     decodes_shards: bool = True  # ranks can decode with shards of it

@@ -106,7 +106,7 @@ class EngineCapabilities:
 
 ENGINE_SETTINGS = (
     *("max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "enable_rollout_routing_replay"),
-    *("kv_on_update", "server", "vllm"),
+    *("kv_on_update", "lora", "server", "vllm"),
 )
 """Fields of RolloutConfig that only some engines read."""
 COMMON_OPTIONS = ("max_num_seqs", "max_model_len", "kv_cache_memory_mb", "seed")
@@ -185,6 +185,12 @@ def engine_options(config: RolloutConfig) -> dict[str, object]:
     if engine.options is not None:
         return engine.options(config)
     return _registry.options(config.engine).parse(config.options, "rollout.options")
+
+
+def check_lora(way: str) -> None:
+    """Raise ConfigError unless `way` is one of decoding adapters (`RolloutConfig.lora`)."""
+    if way not in ("", "merged", "adapter"):
+        raise ConfigError(f"rollout.lora={way!r} is unknown; set merged or adapter")
 
 
 def check_version(engine: RolloutEngine, version: int) -> None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.kernels.training_ops import mkl_is_slow, onednn_linear
-from engine.storage.weight_files import file_tensors
+from engine.storage.weight_files import MIXTURES, file_tensors
 
 
 def embedding_weight(model: Any) -> Tensor:
@@ -79,13 +79,27 @@ def model_dtype(model: nn.Module) -> torch.dtype:
     return embedding_weight(model).dtype
 
 
+_DECODER = frozenset(("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"))
+
+
+def adapts_decoder(model: nn.Module) -> bool:
+    """Whether a model's adapters are on projections of a decoder's layers, and nothing else."""
+    names = [name.split(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name]
+    adapted = {name.rpartition(".")[2] for name in names}
+    return adapted <= _DECODER and _model_type(model) not in MIXTURES
+
+
 def can_be_shared(model: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether all parameters are plain tensors of `dtype` on the device that vLLM would use."""
+    """Whether all parameters are plain tensors of `dtype` on the device that vLLM would use.
+
+    Adapters, which vLLM has its own copies of, may be any.
+    """
     accelerator = torch.accelerator.current_accelerator()
     device_type = accelerator.type if accelerator is not None else "cpu"
-    return not has_adapters(model) and all(
+    return all(
         type(p.data) is Tensor and p.dtype == dtype and p.device.type == device_type
-        for p in model.parameters()
+        for name, p in model.named_parameters()
+        if ".lora_" not in name
     )
 
 

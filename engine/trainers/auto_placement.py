@@ -16,7 +16,7 @@ import torch
 from transformers import PretrainedConfig
 
 from engine import planner
-from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig, SFTConfig
+from engine.config import LoRAConfig, ParallelConfig, PoolConfig, RLConfig, RolloutConfig, SFTConfig
 from engine.config.data import AdapterConfig
 from engine.config.training import OfflineConfig
 from engine.console import say
@@ -38,6 +38,7 @@ from engine.trainers.layout_checks import check_layouts
 
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
@@ -94,6 +95,7 @@ def workload(
         memory_share=engine.memory_share,
         stays_awake=engine.stays_awake,
         sleeps=engine.loads_shards and not engine.stays_awake,
+        shares_base=_shares_base(config.rollout, lora, kind, dtype),
         fused=kind in ROLLOUT_FAMILIES and torch.cuda.is_available() and liger.is_installed(),
         samplers=run_spec.sampler_count(trainer),
         sampler_bytes=_DTYPES[rollout.dtype] or stored,
@@ -118,6 +120,21 @@ def _shape(model_config: PretrainedConfig) -> ModelShape:
         raise error.with_message(
             f"trainer.placement=auto can't price this model: {error}, and trainer.placement=ray"
         ) from error
+
+
+def _shares_base(rollout: RolloutConfig, lora: LoRAConfig, kind: str, dtype: str) -> bool | None:
+    """Whether rollout decodes adapters beside the trainer's base; None: where that pays."""
+    if not lora.rank or rollout.lora == "merged" or rollout.tensor_parallel_size > 1:
+        return False
+    if rollout.engine == "vllm":
+        vllm, named = rollout.vllm, lora.target_modules
+        known = isinstance(named, str) or {*_ATTENTION, *_MLP}.issuperset(named)
+        shared = vllm.in_process and (vllm.dtype or dtype) == dtype
+        if not (known and shared and kind in ROLLOUT_FAMILIES) or lora.quantize:
+            return False
+    elif rollout.engine != "native":
+        return False
+    return True if rollout.lora else None
 
 
 def _adapters(shape: ModelShape, lora: AdapterConfig) -> int:
@@ -218,6 +235,9 @@ def _with_memory(config: RLConfig, chosen: PricedCandidate, roles: Collection[st
         share, rows = work.memory_share, work.decode_rows
         setting = "vllm.gpu_memory_utilization" if share else "max_num_seqs"
         changes[f"rollout.{setting}"] = share or rows
+    ahead = work.runs_ahead and chosen.allocation.gpus  # samplers have one base, too
+    if not config.rollout.lora and (work.shares_base or (work.shares_base is None and ahead)):
+        changes["rollout.lora"] = "adapter"
     return config.replaced(changes)
 
 

@@ -1,9 +1,10 @@
 """The trainer's own parameters, looked up for decoding without a copy.
 
 `bind` reads a transformers model of the Llama family into plain tuples of its parameters and
-refuses what it does not know exactly. Only a matrix with a LoRA adapter is computed, W + α/r · B·A,
-once a binding. `TPModelShard` is a tensor-parallel rank's shard; all ranks of its group run the
-same rollout in step, with whole hidden states after each block and whole logits.
+refuses what it does not know exactly. A matrix with a LoRA adapter is computed, W + α/r · B·A, once
+a binding; or it stays as it is and the adapter's product is added to its own, a packed one being
+unpacked for each product. `TPModelShard` is a tensor-parallel rank's shard; all ranks of its group
+run the same rollout in step, with whole hidden states after each block and whole logits.
 """
 
 from __future__ import annotations
@@ -155,23 +156,35 @@ class LlamaWeights(DecoderWeights):
     rotary: nn.Module
     linear: LinearFunction
     tp: TensorParallel | None = None  # set: these are one rank's shards, and heads are its own
+    merged: bool = True  # adapters and base are one matrix, a copy
+
+    def project(self, x: Tensor, by: LinearWeights) -> Tensor:
+        """Return x·Wᵀ + b of x `[…, in]`, and what an adapter adds to it."""
+        y = self.linear(x, by.weight if by.unpack is None else by.unpack(), by.bias)
+        if by.adapter is not None:
+            down, up = by.adapter
+            y.flatten(0, -2).addmm_(self.linear(x, down, None).flatten(0, -2), up.T)
+        return y
 
 
 class UnsupportedModel(Exception):
     """The model differs from what `llama_decoder.py` computes; the message says where."""
 
 
-def bind(model: Any) -> LlamaWeights:
-    """Look up `model`'s parameters; raises UnsupportedModel if its forward pass is another."""
+def bind(model: Any, *, merge: bool = True) -> LlamaWeights:
+    """Look up `model`'s parameters; raises UnsupportedModel if its forward pass is another.
+
+    With `merge`, what has adapters or is packed is a dense copy, else the trainer's storage.
+    """
     if type(model) not in _FAMILIES:
         raise UnsupportedModel(f"{type(model).__name__} {_OTHER_FAMILY}")
     _refuse_variants(model)
     config, body = model.config, model.model
     attention, activation = body.layers[0].self_attn, body.layers[0].mlp.act_fn
     is_silu = type(activation).__name__ in {"SiLUActivation", "SiLU"}
-    head = _linear(model.lm_head)
+    head = _linear(model.lm_head, merge)
     return LlamaWeights(
-        layers=tuple(_layer(layer) for layer in body.layers),
+        layers=tuple(_layer(layer, merge) for layer in body.layers),
         embedding=body.embed_tokens.weight,
         head=head,
         norm=_norm(body.norm),
@@ -182,6 +195,7 @@ def bind(model: Any) -> LlamaWeights:
         activation=F.silu if is_silu else activation,
         rotary=body.rotary_emb,
         linear=linear_function(head.weight),
+        merged=merge,
     )
 
 
@@ -204,17 +218,17 @@ def _refuse_variants(model: Any) -> None:
                 raise UnsupportedModel(f"its parameter {f'{name}.{leaf}'!r} is a {kind}")
 
 
-def _layer(layer: Any) -> LayerWeights:
+def _layer(layer: Any, merge: bool) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     q_norm, k_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     return LayerWeights(
-        q=_linear(attention.q_proj),
-        k=_linear(attention.k_proj),
-        v=_linear(attention.v_proj),
-        o=_linear(attention.o_proj),
-        gate=_linear(mlp.gate_proj),
-        up=_linear(mlp.up_proj),
-        down=_linear(mlp.down_proj),
+        q=_linear(attention.q_proj, merge),
+        k=_linear(attention.k_proj, merge),
+        v=_linear(attention.v_proj, merge),
+        o=_linear(attention.o_proj, merge),
+        gate=_linear(mlp.gate_proj, merge),
+        up=_linear(mlp.up_proj, merge),
+        down=_linear(mlp.down_proj, merge),
         input_norm=_norm(layer.input_layernorm),
         post_norm=_norm(layer.post_attention_layernorm),
         q_norm=None if q_norm is None else _norm(q_norm),
@@ -222,8 +236,9 @@ def _layer(layer: Any) -> LayerWeights:
     )
 
 
-def _linear(module: Any) -> LinearWeights:
-    """Return a linear with its LoRA adapters merged; a quantised one is made dense."""
+@torch.no_grad()
+def _linear(module: Any, merge: bool) -> LinearWeights:
+    """Return a linear: dense with its adapters in it, or as it is stored and they beside it."""
     if type(module) is nn.Linear:
         return LinearWeights(module.weight, module.bias)
     from peft.tuners.lora import Linear  # plain projections do without it
@@ -232,17 +247,22 @@ def _linear(module: Any) -> LinearWeights:
         dense = getattr(module, "dense", None)  # what a quantised one computes with
         if not isinstance(module, nn.Linear) or dense is None:
             raise UnsupportedModel(f"a projection is a {type(module).__name__}, not a plain Linear")
-        return LinearWeights(dense(), module.bias)
+        if merge:
+            return LinearWeights(dense(), module.bias)
+        return LinearWeights(module.weight, module.bias, unpack=dense)
     if module.merged or module.lora_variant or any(module.lora_bias.values()):
         raise UnsupportedModel("an adapter is not plain LoRA")
-    weight, bias = _linear(module.get_base_layer())
-    if module.disable_adapters:
-        return LinearWeights(weight, bias)
-    with torch.no_grad():
-        merged = weight.detach()
-        for name in module.active_adapters:
-            merged = merged + module.get_delta_weight(name)
-        return LinearWeights(merged.to(weight.dtype), bias)
+    adapted: Any = module
+    base, names = _linear(adapted.get_base_layer(), merge), adapted.active_adapters
+    if adapted.disable_adapters:
+        return base
+    if merge:
+        delta = sum(adapted.get_delta_weight(name) for name in names)
+        return base._replace(weight=(base.weight + delta).to(base.weight.dtype))
+    dtype = getattr(adapted.get_base_layer(), "dense_dtype", base.weight.dtype)
+    down = torch.cat([adapted.lora_A[name].weight for name in names])
+    up = torch.cat([adapted.lora_B[name].weight * adapted.scaling[name] for name in names], dim=1)
+    return base._replace(adapter=(down.to(dtype), up.to(dtype)))
 
 
 def _norm(module: Any) -> RMSNorm:

@@ -15,7 +15,7 @@ from engine.errors import RolloutError
 from engine.rollout import protocol
 from engine.rollout.native.decoding_weights import UnsupportedModel
 from engine.rollout.native.kv_cache import Limits
-from engine.rollout.native.model_handle import Model, ModelHandle, bind_weights
+from engine.rollout.native.model_handle import Model, ModelHandle
 from engine.rollout.native.native_stream import NativeStream
 from engine.rollout.native.scheduler import Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
@@ -25,7 +25,7 @@ from engine.rollout.trainer_model import context_length
 
 _SETTINGS = frozenset(
     {"max_num_seqs", "kv_cache_memory_mb", "cuda_graphs", "kv_on_update"}
-    | {"enable_rollout_routing_replay"}
+    | {"enable_rollout_routing_replay", "lora"}
 )
 
 
@@ -36,6 +36,7 @@ _SETTINGS = frozenset(
     ),
     options=lambda config: {
         "cuda_graphs": config.cuda_graphs,
+        "lora": config.lora,
         "routed_experts": config.enable_rollout_routing_replay,
     },
 )
@@ -57,6 +58,7 @@ class NativeEngine:
         seed: int = 0,
         cuda_graphs: bool = False,
         routed_experts: bool = False,
+        lora: str = "",
     ) -> None:
         """Bind to a transformers causal LM, or to this rank's shard of one.
 
@@ -66,14 +68,19 @@ class NativeEngine:
         others wait, and one that can't fit is refused. `seed` is added to that of each request.
         `cuda_graphs` needs a whole model of the Llama family on a GPU; completions then share no
         keys. `routed_experts`: completions of `generate` say which experts their tokens were given
-        to. Raises ConfigError for a length beyond the context, and for an unknown cache size.
+        to. `lora="adapter"`: adapters and a packed base are decoded as they are stored; otherwise
+        decoding begins with a dense copy of what they are on, which is dropped when it ends.
+
+        Raises ConfigError for a length beyond the context, for an unknown cache size, and for an
+        unknown `lora`.
         """
         if max_num_seqs < 1:
             raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
+        protocol.check_lora(lora)
         self.stats = protocol.RolloutStats()
         self._max_num_seqs, self._seed, self._routed_experts = max_num_seqs, seed, routed_experts
         self._max_model_len = protocol.resolve_max_model_len(max_model_len, context_length(model))
-        self._handle = ModelHandle(model, cuda_graphs, kv_cache_memory_mb)
+        self._handle = ModelHandle(model, cuda_graphs, kv_cache_memory_mb, merge=lora != "adapter")
 
     @property
     def policy_version(self) -> int:
@@ -118,7 +125,7 @@ class NativeEngine:
     def prepare(self) -> None:
         """Do what a rollout does before its first token, to see what merging adapters costs."""
         with suppress(UnsupportedModel), torch.inference_mode():
-            bind_weights(self._handle.get())
+            self._handle.bind(self._handle.get())
 
     def _generate(
         self, model: Model, prompts: TokenLists, params: SamplingParams, on_progress: OnProgress

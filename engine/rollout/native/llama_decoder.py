@@ -182,7 +182,7 @@ class LlamaDecoder:
 
     def rebind(self, model: nn.Module) -> bool:
         try:
-            weights = bind(model)
+            weights = bind(model, merge=self._w.merged)
         except UnsupportedModel:
             return False
         old, new = self._w.embedding, weights.embedding
@@ -290,9 +290,9 @@ class LlamaDecoder:
         plus: Tensor | None = None  # the last MLP's output, which is not in x yet
         for index, layer in enumerate(w.layers):
             x, h = triton_kernels.add_norm(x, plus, *layer.input_norm)
-            q = w.linear(h, *layer.q).unflatten(-1, (w.heads, w.head_dim))
-            k = w.linear(h, *layer.k).unflatten(-1, (w.kv_heads, w.head_dim))
-            v = w.linear(h, *layer.v).unflatten(-1, (w.kv_heads, w.head_dim))
+            q = w.project(h, layer.q).unflatten(-1, (w.heads, w.head_dim))
+            k = w.project(h, layer.k).unflatten(-1, (w.kv_heads, w.head_dim))
+            v = w.project(h, layer.v).unflatten(-1, (w.kv_heads, w.head_dim))
             if layer.q_norm is not None and layer.k_norm is not None:
                 _, q = triton_kernels.add_norm(q, None, *layer.q_norm)
                 _, k = triton_kernels.add_norm(k, None, *layer.k_norm)
@@ -300,10 +300,10 @@ class LlamaDecoder:
             q = triton_kernels.rotate_and_store(q, k, v, rotary, positions, (keys, values), columns)
             attended = self._project_back(self._cache.read(index, q), layer.o)
             x, h = triton_kernels.add_norm(x, attended, *layer.post_norm)
-            gated = triton_kernels.silu_product(w.linear(h, *layer.gate), w.linear(h, *layer.up))
+            gated = triton_kernels.silu_product(w.project(h, layer.gate), w.project(h, layer.up))
             plus = self._project_back(gated, layer.down)
         _, h = triton_kernels.add_norm(x, plus, *w.norm)
-        logits = w.linear(h, *w.head)
+        logits = w.project(h, w.head)
         return logits if w.tp is None else w.tp.gather_logits(logits)
 
     def _use(self, weights: LlamaWeights) -> None:
@@ -316,8 +316,9 @@ class LlamaDecoder:
         half = w.head_dim // 2
         self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)
         self._cpu_step = cpu_step(w, self._cos, self._sin) if w.tp is None else None
-        inner, hidden = w.layers[0].gate.weight.shape
-        self._sizes = hidden, inner, len(w.layers), len(w.head.weight)
+        if self._cpu_step is not None:
+            inner, hidden = w.layers[0].gate.weight.shape
+            self._sizes = hidden, inner, len(w.layers), len(w.head.weight)
         on_device = w.embedding.is_cuda and triton_kernels.takes(w.embedding)
         self._fuses = on_device and w.activation is F.silu
 
@@ -365,9 +366,9 @@ class LlamaDecoder:
         """Project x `[…, hidden]` to rotated q and k and v, each `[…, heads, head_dim]`."""
         w = self._w
         h = _rms_norm(x, layer.input_norm)
-        q = w.linear(h, *layer.q).unflatten(-1, (w.heads, w.head_dim))
-        k = w.linear(h, *layer.k).unflatten(-1, (w.kv_heads, w.head_dim))
-        v = w.linear(h, *layer.v).unflatten(-1, (w.kv_heads, w.head_dim))
+        q = w.project(h, layer.q).unflatten(-1, (w.heads, w.head_dim))
+        k = w.project(h, layer.k).unflatten(-1, (w.kv_heads, w.head_dim))
+        v = w.project(h, layer.v).unflatten(-1, (w.kv_heads, w.head_dim))
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = _rms_norm(q, layer.q_norm), _rms_norm(k, layer.k_norm)
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin), v
@@ -381,7 +382,7 @@ class LlamaDecoder:
         w = self._w
         x = x + self._project_back(attended, layer.o)
         h = _rms_norm(x, layer.post_norm)
-        gated = w.activation(w.linear(h, *layer.gate)).mul_(w.linear(h, *layer.up))
+        gated = w.activation(w.project(h, layer.gate)).mul_(w.project(h, layer.up))
         return x.add_(self._project_back(gated, layer.down))
 
     def _embed(self, ids: Tensor) -> Tensor:
@@ -392,13 +393,13 @@ class LlamaDecoder:
         """Project to the hidden size; ranks that hold columns of the weight add theirs up."""
         w = self._w
         if w.tp is None:
-            return w.linear(x, *weight)
+            return w.project(x, weight)
         y = w.tp.all_reduce(w.linear(x, weight.weight, None))
         return y if weight.bias is None else y.add_(weight.bias)
 
     def _logits(self, x: Tensor) -> Tensor:
         w = self._w
-        logits = w.linear(_rms_norm(x, w.norm), *w.head)
+        logits = w.project(_rms_norm(x, w.norm), w.head)
         return logits if w.tp is None else w.tp.gather_logits(logits)
 
     def sync_samples(self, tokens: Tensor, log_probs: Tensor) -> None:

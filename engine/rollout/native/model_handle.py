@@ -31,13 +31,21 @@ class ModelHandle:
     """One model in the trainer's storage, shared by all that decode with it."""
 
     def __init__(
-        self, model: Model, cuda_graphs: bool = False, kv_cache_memory_mb: int | None = None
+        self,
+        model: Model,
+        cuda_graphs: bool = False,
+        kv_cache_memory_mb: int | None = None,
+        *,
+        merge: bool = True,
     ) -> None:
-        """Hold `model`; `cuda_graphs` and the bound on the cache are those of its decoders."""
+        """Hold `model`; the other arguments are those of its decoders.
+
+        `merge`: they decode adapters merged into a dense copy of the base.
+        """
         self._guard = WeightGuard("native")
         self._model: Model | None = model
         self._parameters = list(model.parameters())
-        self._cuda_graphs = cuda_graphs
+        self._cuda_graphs, self._merge = cuda_graphs, merge
         self.budget: KvBudget | None = None
         if kv_cache_memory_mb is not None:
             self.budget = KvBudget(kv_cache_memory_mb, self.kv_token_bytes())
@@ -109,6 +117,12 @@ class ModelHandle:
         writes = sum(p._version for p in self._parameters if not p.is_inference())
         return self.version, id(self._model), writes
 
+    def bind(self, model: Model) -> LlamaWeights:
+        """Look the weights up; raises UnsupportedModel where only a model's own forward will do."""
+        if isinstance(model, TPModelShard):
+            return model.weights()
+        return bind(model, merge=self._merge)
+
     def decoder(
         self,
         model: Model,
@@ -125,7 +139,7 @@ class ModelHandle:
         """
         slots, columns = limits.max_num_seqs, limits.longest_prompt + limits.max_new_tokens
         try:
-            weights = bind_weights(model)
+            weights = self.bind(model)
         except UnsupportedModel:
             if self.budget is not None:
                 slots, columns, _ = self.budget.room(1, limits)
@@ -139,8 +153,3 @@ class ModelHandle:
         room = None if self.budget is None else self.budget.room(1 if graphed else n, limits)
         sizes = limits.longest_prompt, limits.max_new_tokens
         return LlamaDecoder(weights, slots, n, *sizes, room=room, cuda_graphs=graphed)
-
-
-def bind_weights(model: Model) -> LlamaWeights:
-    """Look the weights up; raises UnsupportedModel where only a model's own forward will do."""
-    return model.weights() if isinstance(model, TPModelShard) else bind(model)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -88,9 +89,10 @@ class SleepMode:
     "vllm",
     capabilities,
     options=lambda config: (
-        dict(config.vllm) | {"tensor_parallel_size": config.tensor_parallel_size}
+        dict(config.vllm)
+        | {"tensor_parallel_size": config.tensor_parallel_size, "lora": config.lora}
     ),
-    check=lambda config: check_settings(config.vllm, config.kv_cache_memory_mb),
+    check=lambda config: check_settings(config.vllm, config.kv_cache_memory_mb, config.lora),
 )
 class VllmEngine:
     """Rollouts by vLLM, tokens in and tokens out.
@@ -105,8 +107,9 @@ class VllmEngine:
 
         In process, the parameters of `model`, a transformers causal LM, become views of vLLM's
         where the layouts agree: same Parameter objects, same numbers, contiguous, trainable and
-        saveable as before. Otherwise weights are copied in place. With `rank_groups` all ranks make
-        the engine together, and those of a group are given the same requests.
+        saveable as before. Of a model with adapters that vLLM applies itself, these are left out.
+        Otherwise weights are copied in place. With `rank_groups` all ranks make the engine
+        together, and those of a group are given the same requests.
 
         `options` are those of `options.resolve`. Raises RolloutError if vLLM is missing or does not
         start, ConfigError for settings that contradict the model or each other.
@@ -119,6 +122,11 @@ class VllmEngine:
         self._model = model  # that was loaded last
         self._stream: VllmStream | None = None
         self._updating_to: int | None = None  # version of an update by `begin_update`
+        parked = self._options.adapter_rank and self._options.share
+        with weight_load.base_on_host(model) if parked else nullcontext():
+            self._start(model, load)
+
+    def _start(self, model: nn.Module, load: bool) -> None:
         llm = engine_launch.start(model, self._options)
         self._llm: LLM | None = llm
         try:

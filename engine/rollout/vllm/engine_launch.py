@@ -262,7 +262,7 @@ def _lora_rank_size(rank: int) -> int:
     fitting = [size for size in sizes if size >= rank]
     if not fitting:
         raise RolloutError(
-            f"vLLM takes LoRA adapters up to rank {sizes[-1]}, not {rank}; set lora=merged"
+            f"vLLM takes LoRA adapters up to rank {sizes[-1]}, not {rank}; set rollout.lora=merged"
         )
     return fitting[0]
 

@@ -312,21 +312,18 @@ class EngineWeights(ABC):
                 "an engine with lora=adapter takes a model with adapters, and this one has no "
                 "adapters; use lora=merged"
             )
-        base = _base_state(model) if adapted else None
         # A layer is quantised as a whole.
-        known = base is not None and base == self._base and not self._quantized
+        known = adapted and _base_state(model) == self._base and not self._quantized
         self._base = None
-        if self._own_adapters:
-            if not known:
-                self._load(trainer_model.base_weights(model), complete=True)
-            config = trainer_model.adapter_config(model)
-            self._load_adapter(trainer_model.adapter_weights(model), config)
-        elif adapted:
+        if adapted and not self._own_adapters:
             changes = trainer_model.merged_weights(model, changed_only=known)
             self._load(changes, complete=not known)
-        else:
-            self._load_plain(model)
-        self._base = base
+        elif not known:
+            self._load_base(model)
+        if self._own_adapters:
+            config = trainer_model.adapter_config(model)
+            self._load_adapter(trainer_model.adapter_weights(model), config)
+        self._base = _base_state(model) if adapted else None  # its storage may be vLLM's now
 
     def load_tensors(self, named: Named) -> None:
         """Load the whole tensors `named`, all of a model."""
@@ -354,15 +351,16 @@ class EngineWeights(ABC):
     @abstractmethod
     def _load_adapter(self, named: Named, config: dict[str, object]) -> None: ...
 
-    def _load_plain(self, model: nn.Module) -> None:
-        self._load(trainer_model.merged_weights(model), complete=True)
+    def _load_base(self, model: nn.Module) -> None:
+        """Load a model but its adapters."""
+        self._load(trainer_model.base_weights(model), complete=True)
 
 
 class _Shared(NamedTuple):
-    """A model of the trainer whose parameters are vLLM's."""
+    """A model of the trainer whose parameters, but for adapters, are vLLM's."""
 
     model: nn.Module
-    views: dict[str, Tensor]  # its parameters
+    views: dict[str, Tensor]  # these parameters
     snapshot: weight_load.ParameterSnapshot
 
 
@@ -399,11 +397,11 @@ class InProcessWeights(EngineWeights):
             weight_load.release(self._shared.model, self._shared.views)
         self._shared = None
 
-    def _load_plain(self, model: nn.Module) -> None:
+    def _load_base(self, model: nn.Module) -> None:
         shared = self._shared
         if shared is not None and shared.model is model and shared.snapshot.is_current():
             return
-        self._load(trainer_model.merged_weights(model), complete=True)
+        super()._load_base(model)
         if self._not_shareable is model or not self._shareable:
             return
         views = weight_load.plan_sharing(model, self.target)

@@ -27,7 +27,7 @@ from engine.config.rollout_engines import VllmConfig
 from engine.config.text import explain
 from engine.errors import ConfigError
 from engine.rollout import trainer_model
-from engine.rollout.protocol import EngineCapabilities, resolve_max_model_len
+from engine.rollout.protocol import EngineCapabilities, check_lora, resolve_max_model_len
 
 WHERE = "rollout.vllm.engine_kwargs"
 
@@ -37,7 +37,7 @@ _SECTION = (
 )
 _SETTINGS = {name: f"rollout.vllm.{name}" for name in _SECTION} | {
     "quantization_config": "rollout.vllm.quantization",
-    "enable_lora": "rollout.vllm.lora",
+    "enable_lora": "rollout.lora",
     "max_lora_rank": "model.lora.rank",
     "enable_sleep_mode": "rollout.vllm.sleep",
     "max_num_seqs": "rollout.max_num_seqs",
@@ -155,7 +155,7 @@ _BACKENDS = {"in_process": "uni", "workers": "mp", "ranks": "external_launcher"}
 _QUANTIZATIONS = {"fp8": "fp8_per_block"}  # vLLM's names for quantisation while loading
 
 
-def check_settings(settings: VllmConfig, kv_cache_memory_mb: int | None) -> None:
+def check_settings(settings: VllmConfig, kv_cache_memory_mb: int | None, lora: str) -> None:
     """Raise ConfigError for what can't be on any machine, before anything is started."""
     check_engine_kwargs(settings.engine_kwargs, in_process=settings.in_process)
     default = VllmConfig().gpu_memory_utilization
@@ -164,10 +164,11 @@ def check_settings(settings: VllmConfig, kv_cache_memory_mb: int | None) -> None
             f"rollout.vllm.gpu_memory_utilization={settings.gpu_memory_utilization} has no effect "
             f"beside rollout.kv_cache_memory_mb={kv_cache_memory_mb}; set one of them"
         )
-    if settings.quantization and settings.lora == "adapter":
+    check_lora(lora)
+    if settings.quantization and lora == "adapter":
         raise ConfigError(
-            f"rollout.vllm.quantization={settings.quantization} with rollout.vllm.lora=adapter: "
-            "weights are quantised with the adapters merged into them; set lora=merged"
+            f"rollout.vllm.quantization={settings.quantization} with rollout.lora=adapter: "
+            "weights are quantised with the adapters merged into them; set rollout.lora=merged"
         )
 
 
@@ -282,7 +283,7 @@ def capabilities(config: RolloutConfig) -> EngineCapabilities:
         memory_share=config.vllm.gpu_memory_utilization if config.kv_cache_memory_mb is None else 0,
         stays_awake=level == 0,
         sleep_level=(2 if on_gpu() else 0) if level is None else level,
-        settings=frozenset({"max_num_seqs", "kv_cache_memory_mb", "kv_on_update", "vllm"}),
+        settings=frozenset({"max_num_seqs", "kv_cache_memory_mb", "kv_on_update", "lora", "vllm"}),
     )
 
 
@@ -300,14 +301,16 @@ def resolve(
     seed: int = 0,
     tensor_parallel_size: int = 1,
     rank_groups: Sequence[Sequence[int]] | None = None,
+    lora: str = "",
     **settings: object,
 ) -> VllmOptions:
     """Check the settings against `model` and each other; raise ConfigError for what can't be.
 
-    `settings` are those of `rollout.vllm`. With `in_process=False`, or a `tensor_parallel_size`
-    above 1, the model runs in that many worker processes; with `rank_groups` over the ranks of the
-    default process group, e.g. [[0, 1], [2, 3]]. `seed` is added to that of each request. Without
-    `kv_cache_memory_mb` the KV cache has 256 MB on a CPU, and on a GPU what vLLM's share leaves.
+    `settings` are those of `rollout.vllm`, and `lora` is `rollout.lora`. With `in_process=False`,
+    or a `tensor_parallel_size` above 1, the model runs in that many worker processes; with
+    `rank_groups` over the ranks of the default process group, e.g. [[0, 1], [2, 3]]. `seed` is
+    added to that of each request. Without `kv_cache_memory_mb` the KV cache has 256 MB on a CPU,
+    and on a GPU what vLLM's share leaves.
     """
     try:
         vllm = VllmConfig.model_validate(settings)
@@ -316,7 +319,7 @@ def resolve(
     for name, value in (("max_num_seqs", max_num_seqs), ("kv_cache_memory_mb", kv_cache_memory_mb)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} is too small for any work; use 1 or more")
-    check_settings(vllm, kv_cache_memory_mb)
+    check_settings(vllm, kv_cache_memory_mb, lora)
     config: Any = model.config
     groups = tuple(tuple(group) for group in rank_groups or ())
     _check_parallel(config, tensor_parallel_size, groups)
@@ -327,7 +330,10 @@ def resolve(
     gpu = on_gpu()
     length = resolve_max_model_len(max_model_len, getattr(config, "max_position_embeddings", None))
     _check_here(vllm, on_gpu=gpu, dtype=dtype, max_model_len=length, max_num_seqs=max_num_seqs)
-    shareable = mode == "in_process" and not vllm.quantization
+    rank = trainer_model.adapter_rank(model)
+    preferred = gpu and not vllm.quantization and trainer_model.adapts_decoder(model)
+    apart = lora == "adapter" or (preferred and not lora)
+    shareable = mode == "in_process" and not vllm.quantization and (apart or not rank)
     return VllmOptions(
         mode=mode,
         on_gpu=gpu,
@@ -338,7 +344,7 @@ def resolve(
         dtype=dtype,
         tensor_parallel_size=tensor_parallel_size,
         rank_groups=groups,
-        adapter_rank=trainer_model.adapter_rank(model) if vllm.lora == "adapter" else 0,
+        adapter_rank=rank if apart else 0,
         share=shareable and trainer_model.can_be_shared(model, DTYPES[dtype]),
         settings=vllm,
     )

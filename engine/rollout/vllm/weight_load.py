@@ -127,7 +127,7 @@ def rename_mapper(target: nn.Module) -> Any:
 
 
 def _plain_name(name: str) -> str:
-    """A parameter's name without vLLM's own LoRA layer around its module."""
+    """A parameter's name without a LoRA layer around its module, the trainer's or vLLM's."""
     return name.replace(".base_layer.", ".")
 
 
@@ -162,7 +162,7 @@ def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, obje
         )
     except (ValueError, RuntimeError, TypeError) as error:
         raise RolloutError(
-            f"vLLM can't take the adapter: {error}; set the engine's option lora=merged"
+            f"vLLM can't take the adapter: {error}; set rollout.lora=merged"
         ) from error
     unknown = []
     for name in lora.loras:
@@ -173,8 +173,7 @@ def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, obje
             unknown.append(name)
     if unknown:
         raise RolloutError(
-            f"vLLM can't adapt the modules {sorted(unknown)[:3]}; set the engine's option "
-            "lora=merged"
+            f"vLLM can't adapt the modules {sorted(unknown)[:3]}; set rollout.lora=merged"
         )
     inner.remove_adapter(ADAPTER_ID)
     inner.add_adapter(lora)
@@ -185,22 +184,28 @@ def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | Non
     """Map each trainer parameter to the rows of vLLM's parameter that it can be; None if any can't.
 
     Call it after an update: a run of rows counts only if vLLM's own loader has put the very same
-    numbers there. Every row of every vLLM parameter must have one owner, but for padding.
+    numbers there. Every row of every vLLM parameter must have one owner, but for padding. Adapters
+    are left out: vLLM has them padded and in a dtype of its own.
     """
     packed: dict[str, list[str]] = getattr(target, "packed_modules_mapping", {})
     fused = {part: name for name, parts in packed.items() for part in parts}
-    parameters = dict(target.named_parameters())
+    parameters = {_plain_name(name): parameter for name, parameter in target.named_parameters()}
     filled = dict.fromkeys(parameters, 0)
     views: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
-        home, data = ".".join(fused.get(piece, piece) for piece in name.split(".")), parameter.data
+        if ".lora_" in name:
+            continue
+        plain, data = _plain_name(name), parameter.data
+        home = ".".join(fused.get(piece, piece) for piece in plain.split("."))
         if home not in parameters or type(data) is not Tensor:
             return None
         start = filled[home]
         filled[home] = start + data.shape[0]
         view = parameters[home].data[start : filled[home]]
-        alike = (view.shape, view.dtype, view.device) == (data.shape, data.dtype, data.device)
-        if not alike or not torch.equal(view, data):
+        alike = (view.shape, view.dtype) == (data.shape, data.dtype)
+        if not alike or data.device not in (view.device, torch.device("cpu")):
+            return None
+        if not torch.equal(view, data.to(view.device)):
             return None
         views[name] = view
     for home, target_parameter in parameters.items():
@@ -212,8 +217,25 @@ def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | Non
 
 def share(model: nn.Module, views: dict[str, Tensor]) -> None:
     """Make the trainer's parameters `views`, which hold the same numbers."""
-    for name, parameter in model.named_parameters():
-        parameter.data = views[name]
+    for name, view in views.items():
+        model.get_parameter(name).data = view
+
+
+@contextmanager
+def base_on_host(model: nn.Module) -> Iterator[None]:
+    """Keep all of `model` but its adapters in the machine's memory while vLLM starts.
+
+    A device with room for one base need not have room for the two that there are until vLLM's is
+    shared. What is not shared when the block ends goes back.
+    """
+    frozen = [(p, p.device) for name, p in model.named_parameters() if ".lora_" not in name]
+    for parameter, _ in frozen:
+        parameter.data = parameter.data.cpu()
+    try:
+        yield
+    finally:
+        for parameter, device in frozen:
+            parameter.data = parameter.data.to(device)
 
 
 class ParameterSnapshot:

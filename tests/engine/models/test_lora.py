@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -19,7 +20,7 @@ from tiny_engine import (
     tiny_model,
 )
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from engine.config import LoRAConfig, OptimConfig
 from engine.data.tokenizer import load_tokenizer
@@ -38,6 +39,7 @@ from engine.models import (
     vocabulary_and_context,
 )
 from engine.models.lora import merged_copy
+from engine.models.quantize import quantize_linears
 from engine.rollout.native.decoding_weights import UnsupportedModel, bind
 from engine.rollout.protocol import SamplingParams, create_engine
 from engine.runtime.optimizer import Optimizer
@@ -281,9 +283,10 @@ def _drop_a_tensor(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rollout_decodes_with_the_adapters(family: str) -> None:
+@pytest.mark.parametrize("lora", ["merged", "adapter"])
+def test_rollout_decodes_with_the_adapters(family: str, lora: str) -> None:
     policy = adapted(tiny_model(family))
-    engine = create_engine("native", policy, max_num_seqs=8, max_model_len=40)
+    engine = create_engine("native", policy, max_num_seqs=8, max_model_len=40, lora=lora)
     prompts, _ = random_completions(4)
     params = SamplingParams(n=2, max_new_tokens=8)
     for round_ in range(2):
@@ -301,6 +304,41 @@ def test_rollout_decodes_with_the_adapters(family: str) -> None:
             for parameter in adapter_parameters(policy).values():
                 parameter.mul_(1.5)
         engine.update_weights(policy, round_ + 1)
+
+
+def storages() -> dict[int, int]:
+    """Bytes of what tensors there are, by address."""
+    found = [t for t in gc.get_objects() if isinstance(t, Tensor) and not t.is_meta]
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+
+
+@pytest.mark.parametrize("quantize", ["", "nf4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rollout_keeps_no_second_base(quantize: Any, dtype: str) -> None:
+    """What a rollout adds to the trainer's storage while it decodes: less than one dense layer."""
+    shape = Qwen2Config(hidden_size=256, intermediate_size=1024, num_hidden_layers=3, vocab_size=99)
+    model = Qwen2ForCausalLM(shape).to(getattr(torch, dtype))
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    if quantize:
+        quantize_linears(model, quantize)
+    policy = adapted(model)
+    added: dict[str, int] = {}
+    for lora in ("adapter", "merged"):
+        before = storages()
+
+        def count(done: int, lora: str = lora, before: dict[int, int] = before) -> None:
+            new = storages()
+            added[lora] = sum(size for at, size in new.items() if at not in before)
+
+        engine = create_engine("native", policy, max_num_seqs=8, max_model_len=24, lora=lora)
+        engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4), count)
+    assert added["adapter"] < layer
+    assert added["merged"] > 2.9 * layer, "so that copies are seen"
+
+
+def test_an_unknown_way_to_decode_adapters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.lora='both' is unknown; set merged or adap"):
+        create_engine("native", adapted(tiny_model("qwen2")), lora="both")
 
 
 def test_llama_families_keep_their_fast_path_with_adapters() -> None:

@@ -291,9 +291,10 @@ def test_a_critic_of_it_is_dense_and_all_of_it_trained(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj",)])
-def test_rollout_decodes_what_the_forward_pass_computes(kind: str, targets: Any) -> None:
+@pytest.mark.parametrize("way", ["merged", "adapter"])
+def test_rollout_decodes_what_the_forward_pass_computes(kind: str, targets: Any, way: str) -> None:
     model = policy(kind, target_modules=targets)
-    engine = create_engine("native", model, max_num_seqs=8, max_model_len=40)
+    engine = create_engine("native", model, max_num_seqs=8, max_model_len=40, lora=way)
     prompts, _ = random_completions(4)
     for round_ in range(2):
         done = engine.generate(prompts, SamplingParams(n=2, max_new_tokens=8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ import torch.distributed as dist
 from rollout_models import build, make_prompts
 from stream_checks import drain, generated, texts, with_n
 from tensor_parallel_cases import GREEDY, model_of, tp_shard
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from engine.config import LoRAConfig
+from engine.models import adapter_parameters, add_adapters
 from engine.rollout.native import NativeEngine
 from engine.rollout.protocol import SamplingParams
 
@@ -43,6 +47,57 @@ def test_bfloat16_stays_near_the_trainers_forward(graphs: bool, n: int) -> None:
     ).abs()
     assert errors.max() < 0.2
     assert errors.mean() < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("graphs", [False, True])
+def test_adapters_beside_the_base_are_the_trainers(dtype: torch.dtype, graphs: bool) -> None:
+    """Over two updates; in bfloat16 they are nearer than merged ones, which are rounded."""
+    model: Any = build("qwen2").to(dtype)
+    add_adapters(model, LoRAConfig(rank=4, alpha=8.0), seed=1)
+    model.cuda()
+    prompts, draw = make_prompts(6), torch.Generator().manual_seed(0)
+    engines = {
+        lora: NativeEngine(model, cuda_graphs=graphs, lora=lora) for lora in ("adapter", "merged")
+    }
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in adapter_parameters(model).values():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw).cuda())
+        mean = dict[str, float]()
+        for lora, engine in engines.items():
+            engine.update_weights(model, version)
+            done = engine.generate(prompts, SamplingParams(n=4, max_new_tokens=24, seed=version))
+            errors = torch.cat(
+                [
+                    torch.tensor(c.log_probs)
+                    - forward_log_probs(model, prompts[c.prompt_index], c.token_ids)
+                    for c in done
+                ]
+            ).abs()
+            mean[lora] = float(errors.mean())
+            assert errors.max() < (1e-4 if dtype == torch.float32 else 0.4)
+        assert dtype == torch.float32 or mean["adapter"] < mean["merged"]
+        assert mean["adapter"] < 0.03
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_adapters_beside_the_base_need_no_second_one(graphs: bool) -> None:
+    """By the device's peak memory in a rollout."""
+    shape = Qwen2Config(hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=99)
+    model: Any = Qwen2ForCausalLM(shape).bfloat16()
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    add_adapters(model, LoRAConfig(rank=4, alpha=8.0), seed=1)
+    model.cuda()
+    peaks = dict[str, int]()
+    for lora in ("adapter", "merged"):
+        engine = NativeEngine(model, max_model_len=32, cuda_graphs=graphs, lora=lora)
+        engine.generate([[5, 6, 7]], SamplingParams(n=2, max_new_tokens=8))  # libraries' own memory
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine.generate([[5, 6, 7]], SamplingParams(n=2, max_new_tokens=8))
+        peaks[lora] = torch.cuda.max_memory_allocated() - before
+    assert peaks["merged"] - peaks["adapter"] > 5.5 * layer, "of the six layers"
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral"])

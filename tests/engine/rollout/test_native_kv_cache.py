@@ -252,6 +252,7 @@ def test_the_room_of_a_budget(tokens: int, n: int, prompt: int, new: int, room: 
 
 
 def test_settings_reach_the_engine() -> None:
-    dense = {"routed_experts": False}
-    assert engine_options(RolloutConfig(cuda_graphs=True)) == {"cuda_graphs": True, **dense}
-    assert engine_options(RolloutConfig()) == {"cuda_graphs": False, **dense}
+    unset = {"cuda_graphs": False, "routed_experts": False, "lora": ""}
+    assert engine_options(RolloutConfig()) == unset
+    assert engine_options(RolloutConfig(cuda_graphs=True)) == unset | {"cuda_graphs": True}
+    assert engine_options(RolloutConfig(lora="adapter")) == unset | {"lora": "adapter"}

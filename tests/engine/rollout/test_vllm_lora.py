@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from rollout_models import CONTEXT, VOCABULARY, build, make_prompts, reference_log_probs, train
 from server_process import vllm_url
+from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -22,7 +24,7 @@ from engine.models.quantize import quantize_linears
 from engine.rollout import trainer_model
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.server import ServerEngine
-from engine.rollout.vllm import VllmEngine
+from engine.rollout.vllm import VllmEngine, weight_load
 from engine.rollout.vllm.patches import apply_experts
 
 needs_vllm = pytest.mark.skipif(
@@ -165,23 +167,59 @@ def test_a_plain_model_may_follow_one_with_adapters(merged_engine: tuple[VllmEng
 
 @pytest.fixture(scope="module")
 def adapter_engine() -> Iterator[tuple[VllmEngine, Any]]:
-    model = adapted()
+    model = adapted(target_modules=("q_proj", "down_proj"))
     engine = VllmEngine(model, lora="adapter", **OPTIONS)
     yield engine, model
     engine.close()
 
 
+def base_storages(tensors: Iterable[tuple[str, Tensor]]) -> set[int]:
+    return {t.untyped_storage().data_ptr() for name, t in tensors if ".lora_" not in name}
+
+
 @needs_vllm
 def test_vllms_own_lora_follows_the_adapters(adapter_engine: tuple[VllmEngine, Any]) -> None:
+    """Its base is the trainer's storage, and no update loads it again."""
     engine, model = adapter_engine
+    assert engine.shares_storage
+    assert base_storages(model.named_parameters()) == base_storages(engine.parameters().items())
     assert error(engine, model) < 1e-4
-    parameters = {name: tensor.clone() for name, tensor in engine.parameters().items()}
     move(model, seed=5)
-    engine.update_weights(model, engine.policy_version + 1)
+    assert error(engine, model) > 1e-2
+    with mock.patch.object(weight_load.WeightLoad, "load") as load:
+        engine.update_weights(model, engine.policy_version + 1)
+        engine.sleep(2)
+        engine.wake_weights()
+        engine.update_weights(model, engine.policy_version + 1)
+        engine.wake_kv()
+    load.assert_not_called()
     assert error(engine, model) < 1e-4
-    for name, tensor in engine.parameters().items():
-        if "lora" not in name:
-            assert torch.equal(tensor, parameters[name]), "the base is not moved again"
+
+
+@needs_vllm
+def test_a_packed_base_is_loaded_once() -> None:
+    """And dense: vLLM's is a second base, to which only adapters are sent."""
+    model = adapted(quantize="nf4")
+    engine = VllmEngine(model, lora="adapter", **OPTIONS)
+    assert not engine.shares_storage
+    move(model, seed=5)
+    with mock.patch.object(weight_load.WeightLoad, "load") as load:
+        engine.update_weights(model, 1)
+    load.assert_not_called()
+    assert error(engine, model) < 1e-4
+    engine.close()
+
+
+@needs_vllm
+def test_the_trainer_goes_on_with_a_base_that_was_shared() -> None:
+    model = adapted()
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    engine = VllmEngine(model, lora="adapter", **OPTIONS)
+    shared = base_storages(model.named_parameters())
+    engine.close()
+    assert shared.isdisjoint(base_storages(model.named_parameters()))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
 
 
 @needs_vllm
@@ -212,7 +250,7 @@ def test_modules_that_vllm_cannot_adapt_are_named(adapter_engine: tuple[VllmEngi
 
 
 def test_unknown_ways_are_refused() -> None:
-    with pytest.raises(ConfigError, match="lora='both': Input should be 'merged' or 'adapter'"):
+    with pytest.raises(ConfigError, match=r"rollout\.lora='both' is unknown"):
         VllmEngine(adapted(), lora="both")
 
 

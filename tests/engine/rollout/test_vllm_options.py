@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rollout_models import CONTEXT, build, make_prompts, reference_log_probs, train
 from stream_checks import Found, drain, texts, worst_error
 
-from engine.config import RolloutConfig
+from engine.config import LoRAConfig, RolloutConfig
 from engine.errors import ConfigError, RolloutError
+from engine.models import add_adapters
 from engine.rollout.protocol import SamplingParams, check_engine_settings, create_engine
 from engine.rollout.vllm import VllmEngine as VllmEngine_arguments
 from engine.rollout.vllm import options
@@ -36,7 +37,7 @@ DEFAULTS: dict[str, Any] = {"max_num_seqs": 8, "kv_cache_memory_mb": 32}
         ({"kv_cache_memory_mb": 0}, "kv_cache_memory_mb=0 is too small"),
         ({"max_model_len": 4096}, "max_model_len=4096 exceeds the model's context of 128"),
         ({"dtype": "int8"}, "dtype='int8': Input should be '', 'float32', 'bfloat16' or 'float16'"),
-        ({"lora": "own"}, "lora='own': Input should be 'merged' or 'adapter'"),
+        ({"lora": "own"}, "rollout.lora='own' is unknown; set merged or adapter"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is no number of workers"),
         ({"tensor_parallel_size": 3}, "3 does not divide the model's num_attention_heads=4"),
         (
@@ -81,7 +82,7 @@ def test_adapter_ranks_are_rounded_up_to_vllms_sizes(rank: int, size: int) -> No
 
 
 def test_an_adapter_that_is_too_large_is_merged_instead() -> None:
-    with pytest.raises(RolloutError, match=r"up to rank 512, not 513; set lora=merged"):
+    with pytest.raises(RolloutError, match=r"up to rank 512, not 513; set rollout.lora=merged"):
         _lora_rank_size(513)
 
 
@@ -174,13 +175,50 @@ def test_a_drafts_weights_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
             {"engine_kwargs": {"speculative_config": {"method": "dspark", "model": "d"}}},
             "method='dspark' can't be used with updated weights",
         ),
-        ({"quantization": "fp8", "lora": "adapter"}, "quantised with the adapters merged into the"),
     ],
 )
 def test_what_cannot_go_is_refused_by_name(tuning: dict[str, Any], message: str) -> None:
     config = RolloutConfig.model_validate({"engine": "vllm", "vllm": tuning})
     with pytest.raises(ConfigError, match=message):
         check_engine_settings(config)
+
+
+def test_quantised_weights_have_the_adapters_in_them() -> None:
+    config = {"engine": "vllm", "lora": "adapter", "vllm": {"quantization": "fp8"}}
+    with pytest.raises(ConfigError, match="are quantised with the adapters merged into them"):
+        check_engine_settings(RolloutConfig.model_validate(config))
+
+
+def adapted(family: str, targets: Any) -> Any:
+    model: Any = build(family)
+    add_adapters(model, LoRAConfig(rank=4, target_modules=targets), seed=1)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("lora", "on_gpu", "family", "targets", "apart"),
+    [
+        ("", True, "qwen2", "all-linear", True),
+        ("", True, "qwen2", ("q_proj", "down_proj"), True),
+        ("", True, "llama", ("embed_tokens",), False),
+        ("", True, "gpt2", "all-linear", False),
+        ("", False, "qwen2", "all-linear", False),
+        ("merged", True, "qwen2", "all-linear", False),
+        ("adapter", False, "gpt2", "all-linear", True),
+    ],
+)
+def test_which_adapters_vllm_applies_itself(
+    lora: str,
+    on_gpu: bool,
+    family: str,
+    targets: Any,
+    apart: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "on_gpu", lambda: on_gpu)
+    found = resolve(adapted(family, targets), **DEFAULTS, lora=lora)
+    assert found.adapter_rank == (4 if apart else 0)
+    assert found.share == apart, "the base, which is the trainer's"
 
 
 def test_two_sizes_of_one_cache_contradict() -> None:

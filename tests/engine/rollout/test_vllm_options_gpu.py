@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from rollout_models import build
-from test_vllm_options import DEFAULTS
+from test_vllm_options import DEFAULTS, adapted
 
 from engine.config import RolloutConfig
 from engine.rollout.protocol import engine_capabilities
 from engine.rollout.vllm.options import engine_arguments, resolve
+from engine.rollout.vllm.weight_load import base_on_host
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,6 +35,24 @@ def test_a_policy_elsewhere_or_quantised_weights_are_copied() -> None:
     assert not resolve(build("qwen2").bfloat16(), **GIVEN).share
     quantised = GIVEN | {"quantization": "fp8"}
     assert not resolve(build("qwen2").bfloat16().cuda(), **quantised).share
+
+
+def test_a_base_leaves_the_device_while_vllm_starts() -> None:
+    model = adapted("qwen2", "all-linear").cuda()
+    expected = {name: p.detach().cpu().clone() for name, p in model.named_parameters()}
+    before = torch.cuda.memory_allocated()
+    with base_on_host(model):
+        places = {(".lora_" in name, p.device.type) for name, p in model.named_parameters()}
+        assert places == {(True, "cuda"), (False, "cpu")}
+        frozen = sum(p.nbytes for name, p in model.named_parameters() if ".lora_" not in name)
+        assert torch.cuda.memory_allocated() <= before - frozen
+        shared = model.model.norm.weight
+        shared.data = shared.data.cuda()
+        view = shared.data_ptr()
+    assert shared.data_ptr() == view, "what vLLM shares by then stays"
+    for name, parameter in model.named_parameters():
+        assert parameter.is_cuda
+        assert torch.equal(parameter.cpu(), expected[name]), name
 
 
 @pytest.mark.parametrize(("sleep", "level"), [(None, 2), (0, 0), (1, 1)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,6 @@ from engine.errors import ConfigError, PlacementError
 from engine.planner import Cluster, Machine, PlacementPlan, explain
 from engine.planner.memory import RUNTIME
 from engine.planner.resources import GIB
-from engine.planner.sizes import Workload
 from engine.trainers import auto_placement as auto
 from engine.trainers.resume import run_settings
 from engine.trainers.rl import RLTrainer
@@ -173,12 +171,22 @@ CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "7B with LoRA in 4 bits on a small GPU, native": (
         ("Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16, "quantize": "nf4"}),
         {"rollout": {"engine": "native"}},
-        r"one rank, .* rollout with 16 rows at once",
+        r"one rank, .* rollout with 128 rows at once, adapters beside the base",
     ),
     "7B with LoRA in 4 bits on a small GPU, vLLM": (
         ("Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16, "quantize": "nf4"}),
         {},
         r"one rank, .* rollout with 0.65 of the GPU",
+    ),
+    "7B with LoRA in 16 bits on a small GPU, native": (
+        ("Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16}),
+        {"rollout": {"engine": "native"}},
+        r"one rank, .* recompute .* rollout with 64 rows at once, adapters beside the base",
+    ),
+    "7B with LoRA in 16 bits on a small GPU, vLLM": (
+        ("Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16}),
+        {},
+        r"one rank, .* recompute .* rollout with 0.85 of the GPU, adapters beside the base",
     ),
 }
 
@@ -207,22 +215,76 @@ def test_sequences_over_more_ranks_than_heads_allow_name_the_next_best(tmp_path:
     assert "next best, without these: fsdp=8" in str(refused.value)
 
 
-def test_a_base_that_rollout_shares_fits_a_small_gpu_unquantised(tmp_path: Path) -> None:
-    of = (tmp_path, "Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16})
-    native = {"rollout": {"engine": "native"}}
+# Rollout, model.lora, and how the planner has rollout decode the adapters ("": left to the engine).
+DECODED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"engine": "native"}, {}, "adapter"),
+    ({"engine": "vllm"}, {}, "adapter"),
+    ({"engine": "native"}, {"quantize": "nf4"}, "adapter"),
+    ({"engine": "vllm"}, {"quantize": "nf4"}, ""),  # vLLM's base is dense
+    ({"engine": "native", "lora": "merged"}, {"quantize": "nf4"}, "merged"),
+]
+TWO_BASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"engine": "native", "lora": "merged"}, {}),
+    ({"engine": "vllm", "lora": "merged"}, {}),
+    ({"engine": "vllm", "vllm": {"in_process": False}}, {}),
+    ({"engine": "vllm", "vllm": {"dtype": "float16"}}, {}),
+]
+
+
+@pytest.mark.parametrize(("rollout", "lora", "decoded"), DECODED)
+def test_a_small_gpu_decides_how_adapters_are_decoded(
+    rollout: dict[str, Any],
+    lora: dict[str, Any],
+    decoded: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lora = {"rank": 16} | lora
+    found = gpu_run(tmp_path, 23.6, monkeypatch, "Qwen2.5-7B", lora, rollout=rollout)
+    assert found.rollout.lora == decoded
+
+
+@pytest.mark.parametrize(("engine", "decoded"), [("native", ""), ("vllm", "adapter")])
+def test_native_merges_where_two_bases_fit(
+    engine: str, decoded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM takes adapters on every GPU."""
+    found = gpu_run(tmp_path, 79.6, monkeypatch, lora={"rank": 16}, rollout={"engine": engine})
+    assert found.rollout.lora == decoded
+
+
+@pytest.mark.parametrize(("rollout", "lora"), TWO_BASES)
+def test_two_dense_bases_do_not_fit_a_small_gpu(
+    rollout: dict[str, Any], lora: dict[str, Any], tmp_path: Path
+) -> None:
+    of = (tmp_path, "Qwen2.5-7B", 1, 1, SMALL, 1024, {"rank": 16} | lora)
     with pytest.raises(PlacementError, match=r"or set model\.lora\.quantize=nf4"):
-        planned(*of, **native)
-    with mock.patch.object(auto.planner, "Workload", partial(Workload, shares_base=True)):
-        chosen = planned(*of, **native).chosen
-    assert chosen.memory.rollout == 0
-    assert chosen.candidate.activation_checkpointing
+        planned(*of, rollout=rollout)
+
+
+def test_a_rank_of_several_has_a_whole_base_for_its_adapters(tmp_path: Path) -> None:
+    """Training shards it; rollout decodes a whole one, and merges into another where it must."""
+    of = (tmp_path, "Qwen2.5-7B", 1, 2, H100, 1024, {"rank": 16})
+    fsdp = {"parallel": {"fsdp": 2}}
+    copies = {
+        lora: planned(*of, actor=fsdp, rollout={"engine": "native", "lora": lora}).chosen.memory
+        for lora in ("adapter", "merged")
+    }
+    base = 2 * copies["merged"].weights
+    assert copies["adapter"].rollout == pytest.approx(base, rel=0.02)
+    assert copies["merged"].rollout == pytest.approx(2 * base, rel=0.02)
 
 
 def gpu_run(
-    folder: Path, memory: float, monkeypatch: pytest.MonkeyPatch, **sections: Any
+    folder: Path,
+    memory: float,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str = "Qwen2.5-1.5B",
+    lora: dict[str, Any] | None = None,
+    **sections: Any,
 ) -> RLConfig:
-    """The settings of a run in this process on a GPU of so many GiB, of the 1.5B model."""
-    (folder / "config.json").write_text(json.dumps(_MODELS["Qwen2.5-1.5B"]))
+    """The settings of a run in this process on a GPU of so many GiB."""
+    (folder / "config.json").write_text(json.dumps(_MODELS[model]))
     properties = SimpleNamespace(total_memory=int(memory * GIB))
     monkeypatch.setattr(auto.liger, "is_installed", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -234,7 +296,7 @@ def gpu_run(
     return auto.resolve_auto(
         RLConfig.model_validate(sections),
         model_path=str(folder),
-        lora=LoRAConfig(),
+        lora=LoRAConfig.model_validate(lora or {}),
         dtype="bfloat16",
         max_response_length=1024,
         max_model_len=1536,

@@ -85,11 +85,13 @@ def reference(folder: Path, process: ProcessState) -> ReferenceWorker:
     )
 
 
-def rollout(folder: Path, process: ProcessState, lora: LoRAConfig = LORA) -> RolloutWorker:
+def rollout(
+    folder: Path, process: ProcessState, lora: LoRAConfig = LORA, lora_way: str = ""
+) -> RolloutWorker:
     return RolloutWorker(
         WorkerContext("rollout", process=process),
         model_path=str(folder),
-        config=RolloutConfig(n=2),
+        config=RolloutConfig.model_validate({"n": 2, "lora": lora_way}),
         max_response_length=6,
         max_model_len=40,
         seed=0,
@@ -151,10 +153,13 @@ def test_a_kl_loss_to_the_shared_base_trains_as_one_to_a_copy(
     assert full_kl(batch)["ref_kl"].sum() > 0
 
 
-def test_rollout_beside_the_actor_and_elsewhere_follows_updates(start_folder: Path) -> None:
+@pytest.mark.parametrize("way", ["merged", "adapter"])
+def test_rollout_beside_the_actor_and_elsewhere_follows_updates(
+    start_folder: Path, way: str
+) -> None:
     process, other = ProcessState(), ProcessState()
-    policy, here = actor(start_folder, process), rollout(start_folder, process)
-    there = rollout(start_folder, other)
+    policy, here = actor(start_folder, process), rollout(start_folder, process, lora_way=way)
+    there = rollout(start_folder, other, lora_way=way)
     for _ in range(3):
         policy.update(training_batch(9))
     packed = policy.weights()

@@ -158,10 +158,11 @@ def alone_with_adapters(folder: str) -> list[Any]:
     return rows(run_ranks(1, course, folder, {}, 1, 4))
 
 
+@pytest.mark.parametrize("lora", and_slow(["adapter"], ["merged"]))
 def test_adapters_of_a_sharded_policy_are_gathered_for_rollout(
-    folder: str, alone_with_adapters: list[Any]
+    folder: str, alone_with_adapters: list[Any], lora: str
 ) -> None:
-    two = run_ranks(2, course, folder, {"fsdp": 2}, 1, 4)
+    two = run_ranks(2, course, folder, {"fsdp": 2}, 1, 4, {"lora": lora})
     assert {result["kind"] for result in two} == {AdapterWeights}
     same(rows(two), alone_with_adapters)
 
@@ -201,8 +202,15 @@ def folder_vllm(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_folder(folder_vllm, TINY_MODEL.model_copy(update={"hidden_size": 128})))
 
 
-def run(folder_vllm: str, parallel: dict[str, int], tp: int, rank: int = 0, **vllm: Any) -> Any:
-    options = OPTIONS | {"vllm": vllm}
+def run(
+    folder_vllm: str,
+    parallel: dict[str, int],
+    tp: int,
+    rank: int = 0,
+    lora: str = "",
+    **vllm: Any,
+) -> Any:
+    options = OPTIONS | {"vllm": vllm, "lora": lora}
     world = Layout(**parallel).world_size
     return run_ranks(world, course, folder_vllm, parallel, tp, rank, options, timeout_s=240.0)
 
@@ -244,13 +252,14 @@ def test_ranks_sample_what_one_rank_samples_vllm(
 
 @needs_vllm
 @pytest.mark.slow
-def test_adapters_of_a_policy_are_merged_wherever_it_is(folder_vllm: str) -> None:
+def test_adapters_of_a_policy_reach_vllm_wherever_it_is(folder_vllm: str) -> None:
     one = run(folder_vllm, {}, 1, 4)
     two = run(folder_vllm, {"fsdp": 2}, 2, 4)
     assert {result["kind"] for result in two} == {AdapterWeights}
     same(rows(two), rows(one))
-    own = run(folder_vllm, {}, 1, 4, lora="adapter")
-    same(rows(own), rows(one))
+    for parallel, tp in (({}, 1), ({"fsdp": 2}, 1), ({"fsdp": 2}, 2)):
+        own = run(folder_vllm, parallel, tp, 4, "adapter", sleep=2)
+        same(rows(own), rows(one))
 
 
 SHAPE: dict[str, Any] = {
