@@ -200,12 +200,14 @@ class VllmEngine:
         with self._guard.updating(version):
             sleep_mode, engine = self._sleep_mode.update(), self._running()
             move()
-            if self._streaming and self._stream is not None and self._stream.keeps_kv:
+            stream = self._stream if self._streaming else None
+            if stream is not None:
+                stream.note_version()
+            if stream is not None and stream.keeps_kv:
                 self._requests.cache_salt = str(version)  # later requests find no old blocks
             # What a stream decodes goes on, with keys and values of the new weights.
-            elif not engine.reset_prefix_cache(reset_running_requests=self._streaming):
+            elif not engine.reset_prefix_cache(reset_running_requests=stream is not None):
                 raise RolloutError("vLLM kept its prefix cache, as requests are still running")
-            engine.set_weight_version(str(version))
             self._sleep_mode = sleep_mode
 
     def stream(

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from engine.errors import DivergedRolloutError, RolloutError
 from engine.rollout.protocol import Completion, RolloutStats, SamplingParams
 from engine.rollout.sampling import noise_keys
-from engine.rollout.stream import PartialCompletion
-from engine.rollout.vllm.vllm_types import LLM, RequestOutput, RequestState, Worker
+from engine.rollout.vllm.vllm_types import LLM, RequestOutput, Worker
 
 
 class VllmFailed(RolloutError):
     """A failure of vLLM itself, whose state is then unknown."""
+
+
+class Sampled(NamedTuple):
+    """What vLLM has sampled for a request."""
+
+    token_ids: list[int]
+    log_probs: list[float]
 
 
 class LLMRequests:
@@ -100,10 +107,15 @@ class LLMRequests:
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {state.external_req_id: len(state.detokenizer.output_token_ids) for state in states}
 
-    def unfinished(self) -> dict[str, PartialCompletion]:
+    def unfinished(self) -> dict[str, Sampled]:
         """Return what vLLM has of each request that hasn't ended, by id."""
-        states = self._llm.llm_engine.output_processor.request_states.values()
-        return {state.external_req_id: _unfinished(state) for state in states}
+        return {
+            state.external_req_id: Sampled(
+                list(state.detokenizer.output_token_ids),
+                list(state.logprobs_processor.logprobs.logprobs),
+            )
+            for state in self._llm.llm_engine.output_processor.request_states.values()
+        }
 
     def abort(self, ids: list[str]) -> None:
         """Abort these requests in vLLM."""
@@ -131,20 +143,6 @@ class LLMRequests:
         stats.generated_tokens += len(tokens)
         stats.prefill_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
         return Completion(index, tokens, log_probs, answer.finish_reason, version)
-
-
-def _unfinished(state: RequestState) -> PartialCompletion:
-    tokens = list(state.detokenizer.output_token_ids)
-    starts = [(int(version), start) for version, start in state.weight_version_starts]
-    ends = [*(start for _, start in starts[1:]), len(tokens)][: len(starts)]
-    versions = [v for (v, start), end in zip(starts, ends, strict=True) for _ in range(start, end)]
-    return PartialCompletion(0, tokens, list(state.logprobs_processor.logprobs.logprobs), versions)
-
-
-def token_versions(output: RequestOutput) -> list[int]:
-    """Return the policy version of each token, of an engine whose weights' version is set."""
-    spans = output.outputs[0].weight_versions or []
-    return [int(span.version) for span in spans for _ in range(span.start, span.end)]
 
 
 def _clear_kv_cache(worker: Worker) -> None:

@@ -2,8 +2,7 @@
 
 An update preempts what is running; vLLM computes its keys and values again under the new weights.
 So each log-prob is that of its version's weights over the whole sequence, as with the native
-engine. With `keeps_kv` they stay as they are, and what begins later shares none of them. vLLM
-itself notes which version drew which tokens.
+engine. With `keeps_kv` they stay as they are, and what begins later shares none of them.
 
 vLLM takes a request when there is room for its prompt, and preempts where running ones outgrow the
 cache. Here (`KvAdmission`) a completion waits until its keys and values will fit beside those of
@@ -19,7 +18,7 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -28,7 +27,7 @@ from engine.errors import RolloutError
 from engine.rollout import protocol, stream
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import PartialCompletion, PartialRequest, StreamedCompletion
-from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed, token_versions
+from engine.rollout.vllm.llm_requests import LLMRequests, Sampled, VllmFailed
 from engine.rollout.vllm.options import VllmOptions
 
 
@@ -102,24 +101,30 @@ class _Open:
     prompt: list[int]
     prior: PartialCompletion  # the tokens that it resumes from
     limit: int  # its longest, in tokens
+    versions: list[int] = field(default_factory=list)  # of its tokens before the latest update
 
     def row(self, sampled: int = 0) -> Row:
         """Return its size after `sampled` more tokens."""
         return Row(self.key, len(self.prompt), self.limit, len(self.prior.token_ids) + sampled)
 
-    def with_sampled(self, rest: PartialCompletion) -> PartialCompletion:
-        """Return the tokens that it began with, and the rest."""
-        prior = self.prior
+    def note_version(self, version: int, tokens: int) -> None:
+        """Note that of the first `tokens` those not noted yet are of `version`."""
+        self.versions.extend([version] * (tokens - len(self.versions)))
+
+    def with_sampled(self, sampled: Sampled, version: int) -> PartialCompletion:
+        """Return the tokens that it began with, and those sampled, of `version` at the end."""
+        prior, (token_ids, log_probs) = self.prior, sampled
+        latest = [version] * (len(token_ids) - len(self.versions))
         return PartialCompletion(
             prior.completion_index,
-            [*prior.token_ids, *rest.token_ids],
-            [*prior.log_probs, *rest.log_probs],
-            [*prior.token_versions, *rest.token_versions],
+            [*prior.token_ids, *token_ids],
+            [*prior.log_probs, *log_probs],
+            [*prior.token_versions, *self.versions, *latest],
         )
 
-    def streamed(self, rest: PartialCompletion, reason: str) -> StreamedCompletion:
-        """Return the completion that ends with `rest`."""
-        part = self.with_sampled(rest)
+    def streamed(self, sampled: Sampled, version: int, reason: str) -> StreamedCompletion:
+        """Return the completion that ends with `sampled`."""
+        part = self.with_sampled(sampled, version)
         oldest, versions = min(part.token_versions), part.token_versions
         completion = protocol.Completion(
             self.number, part.token_ids, part.log_probs, reason, oldest, versions
@@ -214,9 +219,8 @@ class VllmStream(stream.RolloutStream):
             self._may_fit = True
             version = self.policy_version
             rest = self._requests.completion(request.number, output, version, self.stats)
-            versions = token_versions(output) or [version] * len(rest.token_ids)
-            sampled = PartialCompletion(0, rest.token_ids, rest.log_probs, versions)
-            ended.append(request.streamed(sampled, rest.finish_reason))
+            sampled = Sampled(rest.token_ids, rest.log_probs)
+            ended.append(request.streamed(sampled, version, rest.finish_reason))
             self._room.end(len(ended[-1].completion.token_ids))
         return ended + (self._end_cut() if self._cut else [])
 
@@ -233,7 +237,7 @@ class VllmStream(stream.RolloutStream):
             del self._open[id]
             self._may_fit = True
             self.stats.generated_tokens += len(sampled.token_ids)
-            ended.append(request.streamed(sampled, "length"))
+            ended.append(request.streamed(sampled, self.policy_version, "length"))
         self._cut &= {request.key for request in self._unfinished()}
         return ended
 
@@ -242,10 +246,17 @@ class VllmStream(stream.RolloutStream):
         self._check_open()
         self._engine.update_weights(model, version)
 
+    def note_version(self) -> None:
+        """Note that tokens so far are of the present version: an update follows."""
+        lengths = self._requests.lengths()
+        for id, request in self._open.items():
+            request.note_version(self.policy_version, lengths[id])
+
     def partials(self) -> list[PartialRequest]:
         self._check_open()
         unfinished, partials = self._requests.unfinished(), dict[Hashable, PartialRequest]()
-        parts = [request.with_sampled(unfinished[id]) for id, request in self._open.items()]
+        version, opened = self.policy_version, self._open.items()
+        parts = [request.with_sampled(unfinished[id], version) for id, request in opened]
         parts += [request.prior for request in self._held]
         for request, part in zip(self._unfinished(), parts, strict=True):
             partial = PartialRequest(request.key, request.prompt, [])
