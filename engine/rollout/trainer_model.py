@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.errors import ConfigError
 from engine.kernels.training_ops import mkl_is_slow, onednn_linear
 from engine.storage.weight_files import file_tensors
 
@@ -47,6 +48,24 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def routers(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the routers of a mixture of experts, by the number of their decoder layer.
+
+    Raises ConfigError for a model without routers that are known here.
+    """
+    found = {
+        int(name.split("layers.")[1].split(".")[0]): module
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("TopKRouter")
+    }
+    if not found:
+        raise ConfigError(
+            "rollout.enable_rollout_routing_replay with a model without routers that are known "
+            "here; it is for Mixtral, Qwen2-MoE and Qwen3-MoE: leave it out"
+        )
+    return found
 
 
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -88,9 +88,15 @@ class SleepMode:
     "vllm",
     capabilities,
     options=lambda config: (
-        dict(config.vllm) | {"tensor_parallel_size": config.tensor_parallel_size}
+        dict(config.vllm)
+        | {
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "routed_experts": config.enable_rollout_routing_replay,
+        }
     ),
-    check=lambda config: check_settings(config.vllm, config.kv_cache_memory_mb),
+    check=lambda config: check_settings(
+        config.vllm, config.kv_cache_memory_mb, config.enable_rollout_routing_replay
+    ),
 )
 class VllmEngine:
     """Rollouts by vLLM, tokens in and tokens out.
@@ -125,8 +131,7 @@ class VllmEngine:
             weights = WorkerWeights if self._options.mode == "workers" else InProcessWeights
             self._weights: EngineWeights = weights(llm, self._options)
             request = weight_load.lora_request() if self._options.adapter_rank else None
-            length, seed = self._options.max_model_len, self._options.seed
-            self._requests = LLMRequests(llm, length, seed, request)
+            self._requests = LLMRequests(llm, self._options, request)
             self._guard.refuse("it was given no weights yet")
             if load:
                 self.update_weights(model, version=0)

@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from engine.errors import DivergedRolloutError, RolloutError
 from engine.rollout.protocol import Completion, RolloutStats, SamplingParams
 from engine.rollout.sampling import noise_keys
+from engine.rollout.vllm.options import VllmOptions
 from engine.rollout.vllm.vllm_types import LLM, RequestOutput, Worker
 
 
@@ -23,16 +26,16 @@ class Sampled(NamedTuple):
 
     token_ids: list[int]
     log_probs: list[float]
+    routed_experts: Tensor | None = None  # of the whole completion, once it has ended
 
 
 class LLMRequests:
     """Requests of one `vllm.LLM`; each is sent with `lora_request`, if any."""
 
-    def __init__(
-        self, llm: LLM, max_model_len: int, seed: int, lora_request: object = None
-    ) -> None:
+    def __init__(self, llm: LLM, options: VllmOptions, lora_request: object = None) -> None:
         self._llm, self._lora_request = llm, lora_request
-        self._max_model_len, self._seed = max_model_len, seed
+        self._max_model_len, self._seed = options.max_model_len, options.seed
+        self._routed_layers = list(options.routed_layers)
         self._requests = 0
         self.cache_salt = ""  # requests share cached blocks with those of the same salt alone
 
@@ -142,7 +145,21 @@ class LLMRequests:
             )
         stats.generated_tokens += len(tokens)
         stats.prefill_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
-        return Completion(index, tokens, log_probs, answer.finish_reason, version)
+        experts = self._routed_experts(index, output) if self._routed_layers else None
+        reason = answer.finish_reason
+        return Completion(index, tokens, log_probs, reason, version, routed_experts=experts)
+
+    def _routed_experts(self, index: int, output: RequestOutput) -> Tensor:
+        """Return the experts of all tokens but the last, as a `Completion` has them."""
+        answer, prompt = output.outputs[0], len(output.prompt_token_ids)
+        tokens, experts = prompt + len(answer.token_ids) - 1, answer.routed_experts
+        if experts is None or len(experts) != tokens:
+            raise RolloutError(
+                f"vLLM returned experts of {0 if experts is None else len(experts)} tokens for a "
+                f"completion of prompt {index} where {tokens} were computed; create a new engine"
+            )
+        chosen = experts[:, self._routed_layers].reshape(tokens, -1)  # of [tokens, layers, k]
+        return torch.from_numpy(chosen.astype(np.int16))
 
 
 def _clear_kv_cache(worker: Worker) -> None:

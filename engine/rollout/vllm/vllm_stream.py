@@ -113,13 +113,14 @@ class _Open:
 
     def with_sampled(self, sampled: Sampled, version: int) -> PartialCompletion:
         """Return the tokens that it began with, and those sampled, of `version` at the end."""
-        prior, (token_ids, log_probs) = self.prior, sampled
+        prior, (token_ids, log_probs, experts) = self.prior, sampled
         latest = [version] * (len(token_ids) - len(self.versions))
         return PartialCompletion(
             prior.completion_index,
             [*prior.token_ids, *token_ids],
             [*prior.log_probs, *log_probs],
             [*prior.token_versions, *self.versions, *latest],
+            routed_experts=experts,
         )
 
     def streamed(self, sampled: Sampled, version: int, reason: str) -> StreamedCompletion:
@@ -127,7 +128,13 @@ class _Open:
         part = self.with_sampled(sampled, version)
         oldest, versions = min(part.token_versions), part.token_versions
         completion = protocol.Completion(
-            self.number, part.token_ids, part.log_probs, reason, oldest, versions
+            self.number,
+            part.token_ids,
+            part.log_probs,
+            reason,
+            oldest,
+            versions,
+            part.routed_experts,
         )
         return StreamedCompletion(self.key, part.completion_index, completion)
 
@@ -219,7 +226,7 @@ class VllmStream(stream.RolloutStream):
             self._may_fit = True
             version = self.policy_version
             rest = self._requests.completion(request.number, output, version, self.stats)
-            sampled = Sampled(rest.token_ids, rest.log_probs)
+            sampled = Sampled(rest.token_ids, rest.log_probs, rest.routed_experts)
             ended.append(request.streamed(sampled, version, rest.finish_reason))
             self._room.end(len(ended[-1].completion.token_ids))
         return ended + (self._end_cut() if self._cut else [])

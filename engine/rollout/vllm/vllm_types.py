@@ -15,6 +15,7 @@ class CompletionOutput(Protocol):
     token_ids: Sequence[int]
     logprobs: Any  # has `logprobs`, a float a token
     finish_reason: str | None
+    routed_experts: Any | None  # uint8 or uint16 array [prompt + completion − 1, layers, k]
 
 
 class RequestOutput(Protocol):
