@@ -224,6 +224,7 @@ def form_expert_groups() -> None:
 def keep_process_groups() -> None:
     """Let an engine that ends free its device memory alone."""
     from vllm.v1.engine import core
+    from vllm.v1.executor import uniproc_executor as executors
 
     def free_memory() -> None:
         gc.collect()
@@ -231,3 +232,5 @@ def keep_process_groups() -> None:
             torch.accelerator.empty_cache()
 
     vars(core)["cleanup_dist_env_and_memory"] = free_memory
+    # As of 0.33 its own ends the model's groups.
+    executors.ExecutorWithExternalLauncher.shutdown = executors.UniProcExecutor.shutdown
