@@ -12,23 +12,29 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from rollout_models import VOCABULARY, make_prompts, reference_log_probs, train
+from tiny_engine import arithmetic_rows
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from engine.batch import Batch
-from engine.config import RolloutConfig
+from engine.config import RLConfig, RolloutConfig
+from engine.data.loader import PromptLoader
+from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError
+from engine.models import save_model
 from engine.rollout.protocol import Completion, SamplingParams, check_engine_settings
 from engine.rollout.trainer_model import routers
 from engine.rollout.vllm import VllmEngine
 from engine.rollout.vllm.options import resolve
+from engine.trainers.rl import RLTrainer
 from engine.workers.rollout_worker import GroupStream
 
 needs_vllm = pytest.mark.skipif(
@@ -39,11 +45,11 @@ PARAMS = SamplingParams(n=2, max_new_tokens=12, seed=3)
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 64, "kv_cache_memory_mb": 32}
 
 
-def mixture() -> Any:
+def mixture(vocabulary: int = VOCABULARY) -> Any:
     """A model whose first layer has no experts."""
     torch.manual_seed(7)
     config = Qwen3MoeConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         hidden_size=64,
         intermediate_size=96,
         moe_intermediate_size=32,
@@ -106,11 +112,11 @@ def recorded(completion: Completion) -> Tensor:
     return completion.routed_experts.long().unflatten(1, (2, 2)).sort(-1).values
 
 
-def check(model: nn.Module, done: list[Completion]) -> None:
-    assert len(done) == len(PROMPTS) * PARAMS.n
+def check(model: nn.Module, done: list[Completion], prompts: Sequence[list[int]] = PROMPTS) -> None:
+    assert len(done) == len(prompts) * PARAMS.n
     for c in done:
-        tokens = [*PROMPTS[c.prompt_index], *c.token_ids]
-        expected = reference_log_probs(model, PROMPTS[c.prompt_index], c.token_ids)
+        tokens = [*prompts[c.prompt_index], *c.token_ids]
+        expected = reference_log_probs(model, prompts[c.prompt_index], c.token_ids)
         assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
         assert torch.equal(recorded(c), chosen(model, tokens[:-1]))
 
@@ -130,15 +136,25 @@ def generate(**options: Any) -> None:
 
 
 def generate_preempted() -> None:
-    """The cache has blocks for two of the eight."""
-    model = mixture()
+    """The cache has four blocks, and each completion grows into its second."""
+    from vllm.v1.core.sched import scheduler
+
+    preempt, preempted, model = scheduler.Scheduler._preempt_request, list[str](), mixture()
+
+    def counted(self: object, request: Any, *arguments: Any, **options: Any) -> None:
+        preempted.append(request.request_id)
+        preempt(self, request, *arguments, **options)
+
+    scheduler.Scheduler._preempt_request = counted
+    prompts = [list(range(start, start + 28)) for start in (3, 33, 63)]
     engine = VllmEngine(
         model, routed_experts=True, engine_kwargs={"num_gpu_blocks_override": 5}, **SIZES
     )
     try:
-        check(model, engine.generate(PROMPTS, PARAMS))
+        check(model, engine.generate(prompts, PARAMS), prompts)
     finally:
         engine.close()
+    assert preempted
 
 
 def stream(kv_on_update: str) -> None:
@@ -181,6 +197,25 @@ def check_row(batch: Batch, row: int, old: nn.Module, new: nn.Module | None) -> 
     assert not torch.equal(assigned[first:], before[first:])
 
 
+def train_by_grpo(folder: str) -> None:
+    """Two steps of RL: training repeats the experts of rollout, and finds its log-probs."""
+    values: dict[str, Any] = {
+        "actor": {"router_replay": {"mode": "R3"}, "ppo_mini_batch_size": 8},
+        "rollout": {"engine": "vllm", "n": 4, "enable_rollout_routing_replay": True},
+        "reward": {"name": "tiny_engine:digit_share", "isolation": "none"},
+        "trainer": {"train_batch_size": 4, "total_training_steps": 2, "placement": "local"},
+    }
+    values["actor"]["old_log_probs"] = "trainer"
+    values["rollout"]["kv_cache_memory_mb"] = 32
+    config, rows = RLConfig.model_validate(values), pd.DataFrame(arithmetic_rows(8))
+    sizes = {"max_response_length": 6, "max_model_len": 40}
+    with RLTrainer(folder, config, PromptLoader(rows, 4, 0), **sizes) as trainer:
+        trainer.fit()
+    assert len(trainer.history) == 2
+    for row in trainer.history:
+        assert row["training/rollout_probs_diff_max"] < 1e-4
+
+
 def over_ranks() -> None:
     model = mixture()
     engine = VllmEngine(
@@ -219,6 +254,14 @@ def generate_by_workers() -> None:
 @pytest.mark.parametrize("kv_on_update", ["recompute", "keep"])
 def test_experts_of_a_stream_are_those_of_each_token_s_version(kv_on_update: str) -> None:
     run_interpreted(stream, kv_on_update)
+
+
+@pytest.mark.slow
+@needs_vllm
+def test_training_repeats_them(tiny_folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(tiny_folder)
+    folder = save_model(mixture(len(tokenizer)), tokenizer, tmp_path / "mixture")
+    run_interpreted(train_by_grpo, str(folder))
 
 
 @pytest.mark.slow
