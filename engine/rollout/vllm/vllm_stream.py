@@ -126,16 +126,9 @@ class _Open:
     def streamed(self, sampled: Sampled, version: int, reason: str) -> StreamedCompletion:
         """Return the completion that ends with `sampled`."""
         part = self.with_sampled(sampled, version)
-        oldest, versions = min(part.token_versions), part.token_versions
-        completion = protocol.Completion(
-            self.number,
-            part.token_ids,
-            part.log_probs,
-            reason,
-            oldest,
-            versions,
-            part.routed_experts,
-        )
+        versions, experts = part.token_versions, part.routed_experts
+        values = part.token_ids, part.log_probs, reason, min(versions), versions, experts
+        completion = protocol.Completion(self.number, *values)
         return StreamedCompletion(self.key, part.completion_index, completion)
 
 

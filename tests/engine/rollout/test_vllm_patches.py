@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from rollout_models import build
 
 import engine
+from engine.rollout.vllm.options import argument_names, engine_arguments, resolve
 
 # Parameters of what is replaced, which the replacements have, too.
 REPLACED = {
@@ -97,6 +100,15 @@ def test_vllm_s_functions_have_the_parameters_that_are_relied_on(name: str) -> N
     assert set(given) <= {*places, *(a.arg for a in arguments.kwonlyargs)}
     required = places[: len(places) - len(arguments.defaults)]
     assert set(required) - {"self", "cls"} <= set(given)
+
+
+def test_vllm_takes_the_arguments_that_it_is_given() -> None:
+    options = resolve(build("qwen2"), kv_cache_memory_mb=32)
+    options = replace(options, routed_layers=(0,), adapter_rank=8)
+    given = {*engine_arguments(options), *engine_arguments(replace(options, on_gpu=True))}
+    given |= {"worker_extension_cls", "max_lora_rank", "enable_sleep_mode", "quantization"}
+    assert "enable_return_routed_experts" in given
+    assert given <= argument_names()
 
 
 def test_all_imports_of_vllm_s_modules_are_listed() -> None:
