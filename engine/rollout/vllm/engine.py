@@ -87,12 +87,10 @@ class SleepMode:
 @protocol.register_engine(
     "vllm",
     capabilities,
-    options=lambda config: (
-        dict(config.vllm)
-        | {
-            "tensor_parallel_size": config.tensor_parallel_size,
-            "routed_experts": config.enable_rollout_routing_replay,
-        }
+    options=lambda config: dict(
+        config.vllm,
+        tensor_parallel_size=config.tensor_parallel_size,
+        routed_experts=config.enable_rollout_routing_replay,
     ),
     check=lambda config: check_settings(
         config.vllm, config.kv_cache_memory_mb, config.enable_rollout_routing_replay

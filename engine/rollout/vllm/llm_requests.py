@@ -4,29 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from engine.errors import DivergedRolloutError, RolloutError
 from engine.rollout.protocol import Completion, RolloutStats, SamplingParams
 from engine.rollout.sampling import noise_keys
+from engine.rollout.trainer_model import chosen_experts
 from engine.rollout.vllm.options import VllmOptions
 from engine.rollout.vllm.vllm_types import LLM, RequestOutput, Worker
 
 
 class VllmFailed(RolloutError):
     """A failure of vLLM itself, whose state is then unknown."""
-
-
-class Sampled(NamedTuple):
-    """What vLLM has sampled for a request."""
-
-    token_ids: list[int]
-    log_probs: list[float]
-    routed_experts: Tensor | None = None  # of the whole completion, once it has ended
 
 
 class LLMRequests:
@@ -110,10 +100,10 @@ class LLMRequests:
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {state.external_req_id: len(state.detokenizer.output_token_ids) for state in states}
 
-    def unfinished(self) -> dict[str, Sampled]:
-        """Return what vLLM has of each request that hasn't ended, by id."""
+    def unfinished(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Return tokens and log-probs of each request that hasn't ended, by id."""
         return {
-            state.external_req_id: Sampled(
+            state.external_req_id: (
                 list(state.detokenizer.output_token_ids),
                 list(state.logprobs_processor.logprobs.logprobs),
             )
@@ -145,21 +135,9 @@ class LLMRequests:
             )
         stats.generated_tokens += len(tokens)
         stats.prefill_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
-        experts = self._routed_experts(index, output) if self._routed_layers else None
-        reason = answer.finish_reason
+        reason, read = answer.finish_reason, len(output.prompt_token_ids) + len(tokens) - 1
+        experts = chosen_experts(answer.routed_experts, self._routed_layers, read)
         return Completion(index, tokens, log_probs, reason, version, routed_experts=experts)
-
-    def _routed_experts(self, index: int, output: RequestOutput) -> Tensor:
-        """Return the experts of all tokens but the last, as a `Completion` has them."""
-        answer, prompt = output.outputs[0], len(output.prompt_token_ids)
-        tokens, experts = prompt + len(answer.token_ids) - 1, answer.routed_experts
-        if experts is None or len(experts) != tokens:
-            raise RolloutError(
-                f"vLLM returned experts of {0 if experts is None else len(experts)} tokens for a "
-                f"completion of prompt {index} where {tokens} were computed; create a new engine"
-            )
-        chosen = experts[:, self._routed_layers].reshape(tokens, -1)  # of [tokens, layers, k]
-        return torch.from_numpy(chosen.astype(np.int16))
 
 
 def _clear_kv_cache(worker: Worker) -> None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +28,7 @@ from engine.config.rollout_engines import VllmConfig
 from engine.config.text import explain
 from engine.errors import ConfigError
 from engine.rollout import trainer_model
-from engine.rollout.protocol import EngineCapabilities, resolve_max_model_len
+from engine.rollout.protocol import ENGINE_SETTINGS, EngineCapabilities, resolve_max_model_len
 
 WHERE = "rollout.vllm.engine_kwargs"
 
@@ -198,7 +199,7 @@ def _check_here(options: VllmOptions) -> None:
             f"rollout.vllm.quantization={quantization} of float32 weights: vLLM computes beside "
             "it in bfloat16 or float16; set rollout.vllm.dtype=bfloat16"
         )
-    if options.routed_layers and not (on_gpu or _triton_runs_on_cpu()):
+    if options.routed_layers and not on_gpu and "cpu" not in _triton_backends():
         raise ConfigError(
             "rollout.enable_rollout_routing_replay=true with rollout.engine=vllm on a CPU: vLLM "
             "records experts in its second model runner, whose kernels need a Triton with a CPU "
@@ -218,13 +219,10 @@ def _check_here(options: VllmOptions) -> None:
         )
 
 
-def _triton_runs_on_cpu() -> bool:
-    """Whether Triton has a backend for CPUs, which releases on PyPI have not."""
-    if importlib.util.find_spec("triton") is None:
-        return False
-    from triton.backends import backends
-
-    return "cpu" in backends
+def _triton_backends() -> Container[str]:
+    with suppress(ImportError):
+        return importlib.import_module("triton.backends").backends
+    return ()
 
 
 def engine_arguments(options: VllmOptions) -> dict[str, object]:
@@ -308,10 +306,7 @@ def capabilities(config: RolloutConfig) -> EngineCapabilities:
         memory_share=config.vllm.gpu_memory_utilization if config.kv_cache_memory_mb is None else 0,
         stays_awake=level == 0,
         sleep_level=(2 if on_gpu() else 0) if level is None else level,
-        settings=frozenset(
-            {"max_num_seqs", "kv_cache_memory_mb", "kv_on_update", "vllm"}
-            | {"enable_rollout_routing_replay"}
-        ),
+        settings=frozenset(ENGINE_SETTINGS) - {"cuda_graphs", "server"},
     )
 
 

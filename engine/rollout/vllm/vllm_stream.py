@@ -27,7 +27,7 @@ from engine.errors import RolloutError
 from engine.rollout import protocol, stream
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import PartialCompletion, PartialRequest, StreamedCompletion
-from engine.rollout.vllm.llm_requests import LLMRequests, Sampled, VllmFailed
+from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
 from engine.rollout.vllm.options import VllmOptions
 
 
@@ -107,28 +107,29 @@ class _Open:
         """Return its size after `sampled` more tokens."""
         return Row(self.key, len(self.prompt), self.limit, len(self.prior.token_ids) + sampled)
 
-    def note_version(self, version: int, tokens: int) -> None:
-        """Note that of the first `tokens` those not noted yet are of `version`."""
-        self.versions.extend([version] * (tokens - len(self.versions)))
-
-    def with_sampled(self, sampled: Sampled, version: int) -> PartialCompletion:
+    def with_sampled(
+        self, token_ids: list[int], log_probs: list[float], version: int
+    ) -> PartialCompletion:
         """Return the tokens that it began with, and those sampled, of `version` at the end."""
-        prior, (token_ids, log_probs, experts) = self.prior, sampled
+        prior = self.prior
         latest = [version] * (len(token_ids) - len(self.versions))
         return PartialCompletion(
             prior.completion_index,
             [*prior.token_ids, *token_ids],
             [*prior.log_probs, *log_probs],
             [*prior.token_versions, *self.versions, *latest],
-            routed_experts=experts,
         )
 
-    def streamed(self, sampled: Sampled, version: int, reason: str) -> StreamedCompletion:
-        """Return the completion that ends with `sampled`."""
-        part = self.with_sampled(sampled, version)
-        versions, experts = part.token_versions, part.routed_experts
-        values = part.token_ids, part.log_probs, reason, min(versions), versions, experts
-        completion = protocol.Completion(self.number, *values)
+    def streamed(self, rest: protocol.Completion) -> StreamedCompletion:
+        """Return the completion that ends with `rest`."""
+        part = self.with_sampled(rest.token_ids, rest.log_probs, rest.policy_version)
+        completion = replace(
+            rest,
+            token_ids=part.token_ids,
+            log_probs=part.log_probs,
+            policy_version=min(part.token_versions),
+            token_versions=part.token_versions,
+        )
         return StreamedCompletion(self.key, part.completion_index, completion)
 
 
@@ -219,8 +220,7 @@ class VllmStream(stream.RolloutStream):
             self._may_fit = True
             version = self.policy_version
             rest = self._requests.completion(request.number, output, version, self.stats)
-            sampled = Sampled(rest.token_ids, rest.log_probs, rest.routed_experts)
-            ended.append(request.streamed(sampled, version, rest.finish_reason))
+            ended.append(request.streamed(rest))
             self._room.end(len(ended[-1].completion.token_ids))
         return ended + (self._end_cut() if self._cut else [])
 
@@ -228,16 +228,18 @@ class VllmStream(stream.RolloutStream):
         """Take out the completions that are cut, once they have a token."""
         ended, unfinished = [], self._requests.unfinished()
         for id, request in list(self._open.items()):
-            sampled = unfinished.get(id)
-            if request.key not in self._cut or sampled is None or not sampled.token_ids:
+            tokens, log_probs = unfinished.get(id, ([], []))
+            if request.key not in self._cut or not tokens:
                 continue
-            if any(map(math.isnan, sampled.log_probs)):
+            if any(map(math.isnan, log_probs)):
                 continue  # it ends by itself, with the error that says why
             self._requests.abort([id])
             del self._open[id]
             self._may_fit = True
-            self.stats.generated_tokens += len(sampled.token_ids)
-            ended.append(request.streamed(sampled, self.policy_version, "length"))
+            self.stats.generated_tokens += len(tokens)
+            version, number = self.policy_version, request.number
+            rest = protocol.Completion(number, tokens, log_probs, "length", version)
+            ended.append(request.streamed(rest))
         self._cut &= {request.key for request in self._unfinished()}
         return ended
 
@@ -250,13 +252,13 @@ class VllmStream(stream.RolloutStream):
         """Note that tokens so far are of the present version: an update follows."""
         lengths = self._requests.lengths()
         for id, request in self._open.items():
-            request.note_version(self.policy_version, lengths[id])
+            latest = lengths[id] - len(request.versions)
+            request.versions.extend([self.policy_version] * latest)
 
     def partials(self) -> list[PartialRequest]:
         self._check_open()
-        unfinished, partials = self._requests.unfinished(), dict[Hashable, PartialRequest]()
-        version, opened = self.policy_version, self._open.items()
-        parts = [request.with_sampled(unfinished[id], version) for id, request in opened]
+        rest, partials = self._requests.unfinished(), dict[Hashable, PartialRequest]()
+        parts = [r.with_sampled(*rest[id], self.policy_version) for id, r in self._open.items()]
         parts += [request.prior for request in self._held]
         for request, part in zip(self._unfinished(), parts, strict=True):
             partial = PartialRequest(request.key, request.prompt, [])

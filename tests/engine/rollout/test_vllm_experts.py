@@ -20,6 +20,7 @@ import pandas as pd
 import pytest
 import torch
 from rollout_models import VOCABULARY, make_prompts, reference_log_probs, train
+from server_process import vllm_url
 from tiny_engine import arithmetic_rows
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -28,10 +29,11 @@ from engine.batch import Batch
 from engine.config import RLConfig, RolloutConfig
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import ConfigError
+from engine.errors import ConfigError, RolloutError
 from engine.models import save_model
 from engine.rollout.protocol import Completion, SamplingParams, check_engine_settings
-from engine.rollout.trainer_model import routers
+from engine.rollout.server import ServerEngine
+from engine.rollout.trainer_model import chosen_experts, routers
 from engine.rollout.vllm import VllmEngine
 from engine.rollout.vllm.options import resolve
 from engine.trainers.rl import RLTrainer
@@ -216,6 +218,15 @@ def train_by_grpo(folder: str) -> None:
         assert row["training/rollout_probs_diff_max"] < 1e-4
 
 
+def ask_a_server() -> None:
+    url, model = vllm_url(mixture, "--enable-return-routed-experts"), mixture()
+    engine = ServerEngine(
+        model, url=url, weights="none", allow_fixed_policy=True, routed_experts=True
+    )
+    check(model, engine.generate(PROMPTS, PARAMS))
+    engine.close()
+
+
 def over_ranks() -> None:
     model = mixture()
     engine = VllmEngine(
@@ -266,6 +277,12 @@ def test_training_repeats_them(tiny_folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_vllm
+def test_experts_from_a_server() -> None:
+    run_interpreted(ask_a_server)
+
+
+@pytest.mark.slow
+@needs_vllm
 def test_each_rank_of_a_tensor_parallel_group_has_the_experts() -> None:
     run_interpreted(over_ranks, ranks=2)
 
@@ -279,5 +296,12 @@ def test_what_vllm_can_not_record_is_refused_before_it_starts() -> None:
     twice = rollout | {"vllm": {"engine_kwargs": {"enable_return_routed_experts": True}}}
     with pytest.raises(ConfigError, match=r"set rollout\.enable_rollout_routing_replay"):
         check_engine_settings(RolloutConfig.model_validate(twice))
+    server = {"api": "tgi", "url": "http://here", "weights": "none", "allow_fixed_policy": True}
+    with pytest.raises(ConfigError, match="use vLLM's server and api=openai"):
+        check_engine_settings(
+            RolloutConfig.model_validate(rollout | {"engine": "server", "server": server})
+        )
+    with pytest.raises(RolloutError, match="start its server with --enable-return-routed-experts"):
+        chosen_experts(None, [1, 2], 5)
     with pytest.raises(ConfigError, match="a Triton with a CPU backend; install"):
         resolve(mixture(), routed_experts=True)

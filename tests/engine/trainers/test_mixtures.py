@@ -67,13 +67,6 @@ def check(family: str, values: dict[str, Any]) -> None:
             "rollout.engine=native, rollout.parts=2 and trainer.mode=sync: it records",
         ),
         (
-            {
-                "actor": {"router_replay": {"mode": "R3"}},
-                "rollout": {"enable_rollout_routing_replay": True, "engine": "server"},
-            },
-            "rollout.engine=server, which doesn't record experts; set it to native or vllm",
-        ),
-        (
             {"rollout": {"enable_rollout_routing_replay": True}},
             "which is disabled; set both or neither",
         ),
