@@ -198,7 +198,7 @@ class RolloutConfig(TokenSamplingConfig):
     """async on native and vllm: what new weights do with the keys and values of unfinished
     completions: recompute, so that log-probs are of their version alone, or keep (PipelineRL)"""
     enable_rollout_routing_replay: bool = False
-    """MoE models on native: record experts for actor.router_replay.mode=R3"""
+    """MoE models: record experts for actor.router_replay.mode=R3"""
     cuda_graphs: bool = False
     """native on a GPU: replay decode steps of the Llama family as CUDA graphs"""
     lora: Literal["", "merged", "adapter"] = ""

@@ -192,7 +192,16 @@ def _collate(
         [c.log_probs for c in done],
         pad_token_id=pad_token_id,
     )
-    return batch | {"truncated": torch.tensor([c.finish_reason == "length" for c in done])}
+    batch |= {"truncated": torch.tensor([c.finish_reason == "length" for c in done])}
+    experts = [c.routed_experts for c in done if c.routed_experts is not None]
+    if not experts:
+        return batch
+    if len(experts) < len(done):
+        raise RolloutError(
+            f"{len(done) - len(experts)} of {len(done)} completions were saved without the experts "
+            "of their tokens; resume with the actor.router_replay.mode that they were saved with"
+        )
+    return batch | {"routed_experts": pad_tokens(experts, batch["attention_mask"])}
 
 
 def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion:
@@ -203,6 +212,7 @@ def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion
         finish_reason="stop" if end == "stop" else "length",
         policy_version=min(part.token_versions),
         token_versions=part.token_versions,
+        routed_experts=part.routed_experts,
     )
     return StreamedCompletion(key, part.completion_index, done)
 
@@ -366,9 +376,6 @@ class RolloutWorker(StatefulWorker):
         self.policy.sleep()
         rows, pad_token_id = [c.prompt_index for c in done], self.tokenizer.pad_token_id
         batch = _collate(prompts, rows, done, pad_token_id)
-        experts = [c.routed_experts for c in done if c.routed_experts is not None]
-        if experts:
-            batch |= {"routed_experts": pad_tokens(experts, batch["attention_mask"])}
         return batch | {"policy_version": torch.tensor([c.policy_version for c in done])}
 
     def state_dict(self) -> StateDict:

@@ -88,11 +88,15 @@ class SleepMode:
 @protocol.register_engine(
     "vllm",
     capabilities,
-    options=lambda config: (
-        dict(config.vllm)
-        | {"tensor_parallel_size": config.tensor_parallel_size, "lora": config.lora}
+    options=lambda config: dict(
+        config.vllm,
+        tensor_parallel_size=config.tensor_parallel_size,
+        lora=config.lora,
+        routed_experts=config.enable_rollout_routing_replay,
     ),
-    check=lambda config: check_settings(config.vllm, config.kv_cache_memory_mb, config.lora),
+    check=lambda config: check_settings(
+        config.vllm, config.kv_cache_memory_mb, config.lora, config.enable_rollout_routing_replay
+    ),
 )
 class VllmEngine:
     """Rollouts by vLLM, tokens in and tokens out.
@@ -133,8 +137,7 @@ class VllmEngine:
             weights = WorkerWeights if self._options.mode == "workers" else InProcessWeights
             self._weights: EngineWeights = weights(llm, self._options)
             request = weight_load.lora_request() if self._options.adapter_rank else None
-            length, seed = self._options.max_model_len, self._options.seed
-            self._requests = LLMRequests(llm, length, seed, request)
+            self._requests = LLMRequests(llm, self._options, request)
             self._guard.refuse("it was given no weights yet")
             if load:
                 self.update_weights(model, version=0)
@@ -208,12 +211,14 @@ class VllmEngine:
         with self._guard.updating(version):
             sleep_mode, engine = self._sleep_mode.update(), self._running()
             move()
-            if self._streaming and self._stream is not None and self._stream.keeps_kv:
+            stream = self._stream if self._streaming else None
+            if stream is not None:
+                stream.note_version()
+            if stream is not None and stream.keeps_kv:
                 self._requests.cache_salt = str(version)  # later requests find no old blocks
             # What a stream decodes goes on, with keys and values of the new weights.
-            elif not engine.reset_prefix_cache(reset_running_requests=self._streaming):
+            elif not engine.reset_prefix_cache(reset_running_requests=stream is not None):
                 raise RolloutError("vLLM kept its prefix cache, as requests are still running")
-            engine.set_weight_version(str(version))
             self._sleep_mode = sleep_mode
 
     def stream(
