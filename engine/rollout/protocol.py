@@ -95,6 +95,7 @@ class EngineCapabilities:
     adapters: bool = False  # decodes a policy with LoRA adapters
     decodes_shards: bool = False  # takes a rank's tensor-parallel shards in place of a model
     loads_shards: bool = False  # takes a sharded policy's shards into parameters of its own
+    receives: bool = False  # takes broadcasts of whole weights while it decodes
     own_processes: bool = False  # decodes in processes that it starts itself
     exclusive: bool = False  # sets up its process for itself: signals, threads, devices
     remote: bool = False  # decodes on devices that are not the run's
