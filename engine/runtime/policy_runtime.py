@@ -20,10 +20,12 @@ from engine.parallel.layout import Layout
 from engine.parallel.module_shards import named_tensors
 from engine.parallel.process_groups import Ranks
 from engine.rollout.protocol import RolloutEngine, check_version, create_engine
+from engine.rollout.vllm.weight_broadcast import Member
 from engine.runtime.apply_layout import ModelPart, load_shards
 from engine.runtime.rollout_weights import RolloutWeights, SharedWeights, merged_tensors
 from engine.runtime.sharded_model import ShardedModel
-from engine.weight_transfer import WeightReceiver, WeightSender
+from engine.storage.weight_files import file_tensors
+from engine.weight_transfer import BroadcastRound, WeightReceiver, WeightSender
 
 
 @runtime_checkable
@@ -126,6 +128,23 @@ class PolicyRuntime:
                 pass
             return Batch({"policy_version": torch.tensor([self.version])})
         return (sender or WeightSender()).send(named, self.version)
+
+    def broadcast_weights(
+        self, member: Member, broadcast: BroadcastRound, dtype: torch.dtype | None
+    ) -> None:
+        """Send the weights, floating point as `dtype`, from rank 0 as all ranks gather them."""
+        kind = self.module.config.model_type
+
+        def send(named: Iterator[tuple[str, Tensor]]) -> None:
+            member.send(broadcast, self.version, file_tensors(kind, named), dtype)
+
+        self.write_full(send)
+
+    def load_received(self, version: int) -> None:
+        """Let the engine serve the broadcast that it has received, as `version`."""
+        engine: Any = self.engine
+        engine.load_received(version)
+        self.version = version
 
     def load_weights(self, packed: Batch) -> int:
         """Write packed weights into the policy in place; return their version.

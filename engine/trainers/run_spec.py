@@ -28,6 +28,7 @@ from engine.errors import ConfigError
 from engine.parallel.layout import Layout, RankGrid, rollout_layout
 from engine.registry import Registry
 from engine.rollout.protocol import engine_capabilities
+from engine.weight_transfer import Backend
 from engine.workers.actor import ActorWorker
 from engine.workers.agent_rollout import AgentRolloutWorker, AgentStreamWorker
 from engine.workers.critic import CriticWorker
@@ -412,6 +413,33 @@ def rollout_worker_placement(name: str, spec: RunSpec) -> Placement:
         if given.roles == ("sampler",):
             pool = Pool(**dict(given) | {"roles": (name,)})
     return _placement(spec.config, [pool])
+
+
+def broadcast_backend(spec: RunSpec) -> Backend | None:
+    """What broadcasts weights to samplers; None: they go through Ray's store.
+
+    Raises ConfigError for a `trainer.weight_transfer` that this run can't have.
+    """
+    trainer, rollout = spec.config.trainer, spec.config.rollout
+    if trainer.mode != "async" or (backend := trainer.weight_transfer) == "store":
+        return None
+    placements = placement_of(spec), rollout_worker_placement("sampler0", spec)
+    pools = [p for placed in placements for p in placed.pools if {"actor", "sampler0"} & {*p.roles}]
+    obstacles = {
+        f"rollout.engine={rollout.engine}, unless it is vllm with whole weights": (
+            not engine_capabilities(rollout).receives
+        ),
+        f"model.lora.rank={spec.lora.rank}, as adapters are small": spec.lora.rank > 0,
+        "trainer.delta_sync": trainer.delta_sync,
+        "trainer.placement=local": trainer.placement == "local",
+        "pools without whole GPUs": backend != "gloo" and min(pool.gpus for pool in pools) < 1,
+    }
+    obstacle = next((text for text, hinders in obstacles.items() if hinders), "")
+    if backend == "auto":
+        return None if obstacle else "nccl"
+    if obstacle:
+        raise ConfigError(f"trainer.weight_transfer={backend} can't go with {obstacle}; set auto")
+    return backend
 
 
 def _placement(config: RLConfig, pools: Iterable[Pool]) -> Placement:

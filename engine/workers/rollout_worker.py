@@ -33,6 +33,7 @@ from engine.rollout.stream import (
 from engine.runtime import rollout_weights
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel
 from engine.runtime.sharded_model import process_device
+from engine.weight_transfer import BroadcastRound
 from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
 
 
@@ -422,6 +423,18 @@ class StreamRolloutWorker(RolloutWorker):
         """As RolloutWorker's; unfinished completions continue under them."""
         version: int = super().load_weights(weights)
         self.stream.update_weights(version)
+        return version
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def receive_weights(self, broadcast: BroadcastRound) -> None:
+        """Begin to receive a broadcast, beside decoding."""
+        engine: Any = self.policy.engine
+        engine.receive_weights(broadcast)
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def load_received(self, version: int) -> int:
+        """Load what was received; unfinished completions continue under it, as policy `version`."""
+        self.policy.load_received(version)
         return version
 
     @dispatch(Dispatch.RANK_ZERO)

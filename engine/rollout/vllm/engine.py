@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,7 @@ from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
 from engine.rollout.vllm.options import DTYPES, capabilities, check_settings, resolve
 from engine.rollout.vllm.vllm_stream import VllmStream
 from engine.rollout.vllm.vllm_types import LLM, LLMEngine
+from engine.weight_transfer import BroadcastRound
 
 Phase = Literal["serving", "asleep", "weights"]
 
@@ -184,6 +185,17 @@ class VllmEngine:
         Raises RolloutError as `update_weights` does, also when one is missing.
         """
         self._update(version, lambda: self._weights.load_tensors(named))
+
+    def receive_weights(self, broadcast: BroadcastRound) -> None:
+        """Begin to receive a broadcast into a copy of the weights; decoding goes on meanwhile."""
+        self._running()
+        if self._options.adapter_rank or self._options.settings.quantization:
+            raise RolloutError("a broadcast has whole weights, neither adapters nor quantised ones")
+        self._weights.transfer("update_weights", asdict(broadcast))
+
+    def load_received(self, version: int) -> None:
+        """Serve what `receive_weights` has received as policy `version`; raise as `update_from`."""
+        self._update(version, lambda: self._weights.transfer("finish_weight_update"))
 
     def parameters(self) -> dict[str, Tensor]:
         """vLLM's live parameters (this rank's shards); write them after `begin_update`."""

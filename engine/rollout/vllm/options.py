@@ -158,6 +158,7 @@ CPU_KV_CACHE_MB = 256
 _STEP_TOKENS = 8192  # of one forward pass, at least a whole prompt's
 _BLOCK = 32  # tokens a KV block; a group shares its prompt's full blocks, and 128 is CPU's default
 _CHECKED_ONLY = 0.01  # a share that vLLM compares with free memory, and doesn't fill
+WEIGHT_TRANSFER = "hybridflyte"  # the name of `worker_extension.BroadcastEngine` in vLLM
 _BACKENDS = {"in_process": "uni", "workers": "mp", "ranks": "external_launcher"}
 _QUANTIZATIONS = {"fp8": "fp8_per_block"}  # vLLM's names for quantisation while loading
 
@@ -310,6 +311,7 @@ def capabilities(config: RolloutConfig) -> EngineCapabilities:
         adapters=True,
         exclusive=True,
         loads_shards=True,
+        receives=not config.vllm.quantization and config.vllm.lora == "merged",
         own_processes=not config.vllm.in_process,
         memory_share=config.vllm.gpu_memory_utilization if config.kv_cache_memory_mb is None else 0,
         stays_awake=level == 0,
