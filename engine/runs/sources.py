@@ -221,11 +221,9 @@ def _folders() -> Iterator[dict[str, Any]]:
         for summary in _read_json(f"{folder}/{SUMMARY}"):
             run_id = summary.get("mlflow", {}).get("run_id", "")
             policy = summary.get("artifacts", {}).get("rl", "")
-            metrics = dict(
-                *(manifest["metrics"] for manifest in _read_json(f"{policy}/{MANIFEST}"))
-            )
-            row = _row(folder.name, folder.stat().st_mtime, metrics | summary, run_id)
-            row["steps"] = int(metrics.get("final/last_step", 0)) or None
+            made = dict(*(manifest["metrics"] for manifest in _read_json(f"{policy}/{MANIFEST}")))
+            row = _row(folder.name, folder.stat().st_mtime, made | summary, run_id)
+            row["steps"] = int(made.get("final/last_step", 0)) or None
             yield row | {"state": "skipped" if "skipped" in summary else "finished"}
     for folder in home().glob("checkpoints/*/*/"):
         markers = [marker for path in _markers(folder)[-1:] for marker in _read_json(str(path))]

@@ -426,7 +426,7 @@ def broadcast_backend(spec: RunSpec) -> Backend | None:
     placements = placement_of(spec), rollout_worker_placement("sampler0", spec)
     pools = [p for placed in placements for p in placed.pools if {"actor", "sampler0"} & {*p.roles}]
     obstacles = {
-        f"rollout.engine={rollout.engine}, unless it is vllm with whole weights": (
+        f"rollout.engine={rollout.engine}, unless it is vllm without quantization": (
             not engine_capabilities(rollout).receives
         ),
         f"model.lora.rank={spec.lora.rank}, as adapters are small": spec.lora.rank > 0,

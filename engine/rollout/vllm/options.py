@@ -311,7 +311,7 @@ def capabilities(config: RolloutConfig) -> EngineCapabilities:
         adapters=True,
         exclusive=True,
         loads_shards=True,
-        receives=not config.vllm.quantization and config.vllm.lora == "merged",
+        receives=not config.vllm.quantization,
         own_processes=not config.vllm.in_process,
         memory_share=config.vllm.gpu_memory_utilization if config.kv_cache_memory_mb is None else 0,
         stays_awake=level == 0,
