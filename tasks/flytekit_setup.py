@@ -94,6 +94,10 @@ _cached_result = _local_cache.get
 _cached_stages: list[str] = []  # those that a dry run found
 
 
+# Stages are named by what they make, as in their own lines.
+_ARTIFACTS = {"preprocess": "dataset", "evaluate": "evaluation", "promote": "promotion"}
+
+
 def _say_cached(task_name: str, *arguments: object) -> object:
     """Say that a result is taken from the cache, which flytekit does in silence."""
     found: object = _cached_result(task_name, *arguments)
@@ -109,7 +113,8 @@ _local_cache.get = _say_cached
 
 
 def _stage_name(task: str) -> str:
-    return task.rpartition(".")[2].removesuffix("_stage")
+    name = task.rpartition(".")[2].removesuffix("_stage")
+    return _ARTIFACTS.get(name, name)
 
 
 def evict_missing() -> int:

@@ -199,9 +199,7 @@ def _train(
         say(f"rl: {sentence}")
     long = f" ({left_out.long} too long, left out)" if left_out.long else ""
     headline = rl_run.headline(config.rl, prompts.loader.batch_size)
-    say(
-        f"{headline}, {len(prompts.loader)} prompts{long}, {len(prompts.validation)} for validation"
-    )
+    say(f"{headline}, of {len(prompts.loader)} prompts{long}; {len(prompts.validation)} validate")
     run = rl_run.RLRun(
         model,
         config.rl,

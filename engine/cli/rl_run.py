@@ -213,8 +213,7 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
             if run.validation and run.validate_first and not run.config.trainer.resume_from:
                 log.validated_first(trainer.validate(run.validation))
         trainer.on_step = on_step
-        if not trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints):
-            say(f"rl: all {trainer.step} steps are done already; nothing to train")
+        trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints)
         log.track(trainer.history)  # also of a run that was finished before
         folder, final = _save_final(run, trainer)
         log.hands_over(final)

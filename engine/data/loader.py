@@ -117,7 +117,8 @@ class PromptLoader:
             if state.get(key) != present.get(key):
                 raise DataError(
                     f"the saved loader state is of other data: {key} is {state.get(key)!r} there "
-                    f"and {present.get(key)!r} here; resume with the same data, seed and order"
+                    f"and {present.get(key)!r} here; resume with the same data, seed and order, "
+                    "or give another checkpoint folder (trainer.experiment_name=NAME)"
                 )
         self._order.load_state_dict(state)
 

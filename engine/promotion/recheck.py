@@ -127,8 +127,8 @@ def recheck(
     most = explained(verdicts, rounding)
     passed = turned <= most and not same
     sentence = (
-        f"of {verdicts} recorded verdicts that were decoded again (seed {seed}), {turned} in the "
-        f"new model's favour did not come out again, and rounding explains {most}"
+        f"of {verdicts} verdicts that were checked by decoding again (seed {seed}), {turned} "
+        f"differ in the new model's favour, and rounding explains up to {most}"
     )
     if not passed:
         sentence += f"; {same} of the same completion" * bool(same)

@@ -90,8 +90,8 @@ def _outcomes(measurements: Measurements, rules: PromoteConfig) -> Iterator[Rule
         yield _unreadable("problems", problems, fewest, "the number of problems")
     else:
         passed = problems >= fewest
-        text = f"{problems} problems {'are' if passed else 'must be'} at least the required"
-        yield RuleOutcome("problems", passed, problems, fewest, f"{text} {fewest}")
+        text = f"{problems} problems, {'and' if passed else 'but'} {fewest} are required"
+        yield RuleOutcome("problems", passed, problems, fewest, text)
     yield _gain(measurements, rules)
     if rules.minimum_score is not None:
         score, least = measurements.score, rules.minimum_score

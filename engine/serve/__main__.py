@@ -114,6 +114,10 @@ def _with_vllm(options: argparse.Namespace, scratch: Path) -> NoReturn:
     if options.max_model_len is not None:
         options.vllm.insert(0, f"--max-model-len={options.max_model_len}")
     address, timeout = (options.host, port), options.start_timeout
+    say(
+        f"starting vLLM for {identity.name} at http://{options.host}:{port}/v1 (minutes on a CPU, "
+        "where --engine native is quick)"
+    )
     server = vllm_server(folder, identity, address, options.vllm, scratch, timeout)
     with server as (process, url):
         _say_ready(identity, "vLLM", url, started)

@@ -114,7 +114,9 @@ class RLTrainer:
             stop = settings.total_training_steps if num_steps is None else self.step + num_steps
             if self.step >= stop:
                 log.warning(
-                    "this run is at step %d of %d already; nothing to train", self.step, stop
+                    "all %d steps are done already; nothing to train (a new run has another "
+                    "checkpoint folder: of a command line, trainer.experiment_name=NAME)",
+                    stop,
                 )
             root = None if saver is None else saver.store.root
             with PreemptionNotice(settings.preemption_grace_s) as notice:

@@ -188,7 +188,10 @@ def test_adapters_alone_are_trained(place: Path, tiny_folder: Path) -> None:
 
 
 def test_the_same_command_again_goes_on_where_it_ended(
-    place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
+    place: Path,
+    tiny_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     parts = arguments(place, tiny_folder, "trainer.logger=['console','file']")
     assert main(parts) == 0
@@ -207,7 +210,7 @@ def test_the_same_command_again_goes_on_where_it_ended(
     sampled = [row["step"] for name in folder.names() for row in folder.read(name)[1]]
     assert sampled == [1, 2, 3, 4]
     assert main([*parts, "trainer.total_training_steps=4"]) == 0
-    assert "all 4 steps are done already; nothing to train" in capsys.readouterr().out
+    assert "all 4 steps are done already; nothing to train" in caplog.text
     assert main([*parts, "actor_rollout_ref.rollout.temperature=0.7"]) != 0
     assert "written under other settings" in capsys.readouterr().err
     shutil.move(place / "out" / "step_4", place / "resumed")

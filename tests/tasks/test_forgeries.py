@@ -289,19 +289,19 @@ def registered_unsigned(bench: Bench) -> Attempt:
 
 
 FORGERIES: dict[str, tuple[Callable[[Bench], Attempt], str]] = {
-    "five problems": (five_problems, r"5 problems must be at least the required 100"),
+    "five problems": (five_problems, r"5 problems, but 100 are required"),
     "one problem 500 times": (one_problem_500_times, r"499 of a problem that is there already"),
     "one problem as 500": (one_problem_500_times_as_others, r"499 of other problems"),
-    "a split of one problem": (a_split_of_one_problem, r"1 problems must be at least .* 100"),
+    "a split of one problem": (a_split_of_one_problem, "1 problems, but 100 are required"),
     "other problems": (other_problems, r"40 of other problems"),
     "the easy problems": (the_easy_problems, r"4 problems without a row"),
     "other truths": (other_truths, r"of other problems"),
-    "verdicts edited": (verdicts_edited, r"new model's favour did not .* the same completion"),
-    "one verdict edited": (one_verdict_edited, r", 1 in the new model's .*; 1 of the same"),
-    "answers edited": (verdicts_and_answers_edited, r"new model's favour did not come out again"),
-    "baseline edited": (baseline_edited, r"in the new model's favour did not come out again"),
-    "digested again": (edited_and_digested_again, r"did not come out again, .* same completion"),
-    "a zeroed model": (a_zeroed_model, r"in the new model's favour did not come out again"),
+    "verdicts edited": (verdicts_edited, r"new model's favour, .* the same completion"),
+    "one verdict edited": (one_verdict_edited, r", 1 differ in the new model's .*; 1 of the same"),
+    "answers edited": (verdicts_and_answers_edited, r"new model's favour"),
+    "baseline edited": (baseline_edited, r"in the new model's favour"),
+    "digested again": (edited_and_digested_again, r"differ in the new .* same completion"),
+    "a zeroed model": (a_zeroed_model, r"in the new model's favour"),
     "hand_alias_tags": (hand_alias_tags, r"champion can't be compared with: .* its tag"),
     "alias by hand": (alias_by_hand, r"version 1 has no tag artifact_digest"),
     "unsigned": (unsigned, r"is not signed; make it again with a key"),
@@ -316,7 +316,7 @@ FORGERIES: dict[str, tuple[Callable[[Bench], Attempt], str]] = {
     "no numbers": (no_numbers, r"'response_length' must be a finite number"),
     "just above false": (verdicts_just_above_false, r"'greedy_correct' must be true or false"),
     "a weak baseline": (a_weak_baseline, r"compares with \w+, and the policy was trained from"),
-    "a tagged champion": (a_champion_tagged_with_a_bad_evaluation, r"did not come out again"),
+    "a tagged champion": (a_champion_tagged_with_a_bad_evaluation, "differ in the new model"),
     "registered unsigned": (registered_unsigned, r"version 1: rl \w+ is not signed"),
 }
 
@@ -385,7 +385,7 @@ def test_an_honest_challenger_of_a_champion_is_decoded_again_with_it(bench: Benc
 
     forged = attempt.bench.promote(other, attempt.bench.honest(other, forge), CHECKED)
     assert not forged["promoted"]
-    assert "of 64 recorded verdicts that were decoded again" in forged["reason"]
+    assert "of 64 verdicts that were checked by decoding again" in forged["reason"]
     assert champion() == digest(attempt.model)
 
 

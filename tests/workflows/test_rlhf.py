@@ -300,7 +300,8 @@ def test_a_dry_run_says_what_is_cached_and_does_nothing(finished: Finished) -> N
     planned = finished.place.pyflyte(*command, variables={"HYBRIDFLYTE_DRY_RUN": "1"})
     assert planned.code == 0, planned.text
     assert "run dry-run: config" in planned.out
-    assert "cached    preprocess, sft, reward_audit, rl, evaluate\nto do     promote" in planned.out
+    assert "cached    dataset, sft, reward_audit, rl, evaluation\n" in planned.out
+    assert "\nto do     promotion and" in planned.out
     assert sorted(finished.place.artifacts.rglob("*")) == before
 
 

@@ -589,7 +589,7 @@ def test_a_finished_run_says_so_and_trains_no_more(
     with trainer(tiny_folder, trainer=run) as second, caplog.at_level(logging.WARNING):
         second.on_step = lambda *facts: pytest.fail("trained again")
         assert second.fit(checkpoint_dir=tmp_path) == {}
-    assert "at step 1 of 1 already; nothing to train" in caplog.text
+    assert "all 1 steps are done already; nothing to train" in caplog.text
     assert facts(second) == facts(first)
 
 
