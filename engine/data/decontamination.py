@@ -3,7 +3,6 @@
 Only the held-out texts are kept in memory, so a training set may be of any size.
 """
 
-import re
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +13,12 @@ import pandas as pd
 
 from engine.config import DataConfig
 from engine.data.row_files import MappedRows
-from engine.data.rows import prompt_text
+from engine.data.rows import prompt_text, words_of
 from engine.data.sources import Splits
 from engine.errors import DataError
 
 COMMON = 10  # held-out texts
 
-_WORD = re.compile(r"\w+")
 Match = Literal["", "exact", "near"]
 
 
@@ -131,11 +129,6 @@ def question_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     if isinstance(prompt, str):
         return prompt
     return prompt_text([m for m in prompt if m["role"] != "system"] or prompt)
-
-
-def words_of(text: str) -> tuple[str, ...]:
-    """A text's words without case and punctuation."""
-    return tuple(_WORD.findall(text.casefold()))
 
 
 class SeenPrompts:

@@ -4,6 +4,7 @@ A canonical row has the contract's columns and any others of its file, chat mess
 and its ground truth in `reward_model` alone. This module loads neither pandas nor torch.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, TypeVar
@@ -66,6 +67,11 @@ def answered_messages(prompt: Sequence[M]) -> Sequence[M]:
 def normalise(text: str) -> str:
     """The text without case and spacing, for telling whether two prompts are the same."""
     return " ".join(text.casefold().split())
+
+
+def words_of(text: str) -> tuple[str, ...]:
+    """A text's words without case and punctuation."""
+    return tuple(re.findall(r"\w+", text.casefold()))
 
 
 def is_messages(value: object) -> TypeGuard[Sequence[dict[str, object]]]:

@@ -17,8 +17,7 @@ import pandas as pd
 from engine.config import DataConfig, EvaluateConfig, GuardConfig, PromoteConfig
 from engine.config.pipeline import RewardModelGateConfig
 from engine.console import display_path, points, say
-from engine.data.decontamination import words_of
-from engine.data.rows import prompt_text
+from engine.data.rows import prompt_text, words_of
 from engine.errors import ChampionChangedError, DataError, EngineError, LineageError
 from engine.evaluation.comparability import incomparable
 from engine.evaluation.metrics import Interval, mean_interval, paired_interval, ratio_interval
