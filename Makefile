@@ -11,7 +11,7 @@ PRETRAINED := outputs/models/SmolLM2-135M-Instruct
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env rlhf gsm8k pretrained rlhf-pretrained test test-slow gpu-check bench-quick docs lint format register package clean-cache clean
+.PHONY: help env rlhf gsm8k pretrained rlhf-pretrained test test-slow test-vllm gpu-check bench-quick docs lint format register package clean-cache clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /\1\t/' | expand -t 18
@@ -43,6 +43,10 @@ test: env  ## check style, then types beside the test suite
 test-slow: env  ## run the tests that take minutes, and each property on many examples
 	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -n 2 --dist loadgroup -m "(slow or hypothesis) and not gpu" --timeout=1800
 
+test-vllm: env  ## test on another release of vLLM (VLLM=0.31.0); of a CUDA build, check only its source (VLLM=0.33.0 CUDA=1)
+	@$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/vllm-$(VLLM) vllm$(if $(CUDA),,-cpu)==$(VLLM)
+	@PYTHONPATH=$(abspath $(VENV)/vllm-$(VLLM)) $(BIN)/python -m pytest -n 0 -m "not gpu" -k vllm tests/engine/rollout$(if $(CUDA),/test_vllm_patches.py)
+
 gpu-check: env  ## on a machine with a GPU: measure and check what needs one, below 10 minutes (gpu-report.json, gpu-report.md)
 	@$(BIN)/python benchmarks/gpu_proof.py $(OPTIONS)
 
@@ -50,7 +54,8 @@ bench-quick: env  ## compare speed ratios to TRL and transformers with the store
 	@$(BIN)/python benchmarks/quick.py
 
 docs: env  ## build the documentation as a site, every link checked (outputs/site)
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "outputs/site/index.html"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet && echo "outputs/site/index.html; \
+	with the search box: $(BIN)/python -m http.server -d outputs/site"
 
 lint: env  ## check style and types only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

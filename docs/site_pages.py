@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -10,6 +11,7 @@ from mkdocs.structure.files import File, Files
 import engine
 from engine.config.text import markdown
 
+PAGE = re.compile(r"\[([\w-]+\.md)\]\(")  # a link to a page, by its file's name
 OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")  # a link to a file of the repository
 
 
@@ -21,8 +23,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(text: str, **_: object) -> str:
-    """Files of the repository that are no pages are named without a link."""
-    return OUTSIDE.sub(r"\1", text)
+    """Name files of the repository that are no pages without a link, and pages by their title."""
+    return PAGE.sub(_with_title, OUTSIDE.sub(r"\1", text))
+
+
+def _with_title(link: re.Match[str]) -> str:
+    """`[data.md](` becomes `[Data](`; a page that is made from the sources keeps its name."""
+    page = Path(__file__).with_name(link[1])
+    if not page.exists():
+        return link[0]
+    title = re.split("[:\n]", page.read_text())[0]
+    return f"[{title.removeprefix('# ')}]("
 
 
 def api() -> str:

@@ -4,6 +4,7 @@ Importing it loads nothing heavy: the public names below are loaded on first use
 OpenMP threads spin, has freed memory kept for the next step, and keeps transformers from importing
 what is not used here.
 """
+# ruff: noqa: F401  # the public names, for type checkers
 
 import importlib
 import os
@@ -35,24 +36,19 @@ _HOMES = {name: module for module, names in _EXPORTS.items() for name in names.s
 __all__ = sorted(["__version__", *_HOMES])
 
 if TYPE_CHECKING:
-    from engine.compat.hf_trainer import Trainer as Trainer
-    from engine.compat.rl_trainer import DataPipeline as DataPipeline
-    from engine.compat.rl_trainer import DeviceMesh as DeviceMesh
-    from engine.compat.rl_trainer import RLTrainer as RLTrainer
-    from engine.data.loader import make_rl_data_loader as make_rl_data_loader
-    from engine.data.training_examples import read_preferences as read_preferences
-    from engine.data.training_examples import read_reward_pairs as read_reward_pairs
-    from engine.data.training_examples import read_steps as read_steps
-    from engine.models import create_critic_model as create_critic_model
-    from engine.runtime import HybridActor as HybridActor
-    from engine.runtime import measure_switch_overhead as measure_switch_overhead
-    from engine.trainers.offline import SFTTrainer as SFTTrainer
+    from engine.compat.hf_trainer import Trainer
+    from engine.compat.rl_trainer import DataPipeline, DeviceMesh, RLTrainer
+    from engine.data.loader import make_rl_data_loader
+    from engine.data.training_examples import read_preferences, read_reward_pairs, read_steps
+    from engine.models import create_critic_model
+    from engine.runtime import HybridActor, measure_switch_overhead
+    from engine.trainers.offline import SFTTrainer
     from engine.trainers.preference_learning import (
-        LikelihoodRewardTrainer as LikelihoodRewardTrainer,
+        LikelihoodRewardTrainer,
+        PreferenceTrainer,
+        ProcessRewardTrainer,
+        RewardModelTrainer,
     )
-    from engine.trainers.preference_learning import PreferenceTrainer as PreferenceTrainer
-    from engine.trainers.preference_learning import ProcessRewardTrainer as ProcessRewardTrainer
-    from engine.trainers.preference_learning import RewardModelTrainer as RewardModelTrainer
 
 
 def __getattr__(name: str) -> Any:

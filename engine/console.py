@@ -4,8 +4,6 @@ Progress goes to stderr and tables to stdout, so that a pipe gets the tables alo
 printed or logged passes `engine.redaction.presentable`: it may come from configurations and data.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import os

@@ -5,11 +5,9 @@ no credentials and no control characters, whatever it quotes.
 `tasks/` turns these into failed Flyte tasks.
 """
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 from engine.redaction import presentable
 
@@ -34,7 +32,7 @@ class EngineError(Exception):
         error.__dict__ |= {k: v for k, v in self.__dict__.items() if k != "__notes__"}
         return error
 
-    def __reduce__(self) -> tuple[Callable[..., EngineError], tuple[object, ...], dict[str, Any]]:
+    def __reduce__(self) -> tuple[Callable[..., Exception], tuple[object, ...], dict[str, object]]:
         state = dict(self.__dict__)
         if self.__cause__ is not None:
             text = "".join(traceback.format_exception(self.__cause__))[-_LONGEST_TRACEBACK:]

@@ -7,8 +7,6 @@ second number, an operator, "or", "million") means that there is no answer: neve
 taken for the whole.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from functools import cache
@@ -350,10 +348,7 @@ def _is_word(match: re.Match[str]) -> bool:
 
 
 def _leading_letter(text: str, *, alone: bool = False) -> str | None:
-    """The letter that a text begins with; "" where others are named beside it, None for none.
-
-    With `alone`, a line that begins with a letter is another option.
-    """
+    """The letter that a text begins with; "" where others are named beside it, None for none."""
     match = re.match(r"[\s(\[]*([A-Za-z])(?![\w'])[)\]]?", text)
     if match is None or _is_word(match) or _DENIED.match(text, match.end()):
         return None
@@ -367,7 +362,7 @@ def _leading_letter(text: str, *, alone: bool = False) -> str | None:
         if other[1] == letter or _is_word(other) or _DENIED.match(rest, other.end()):
             continue
         if _MORE.search(rest, max(0, start - _NEAR), start) or (
-            alone and rest[:start].rstrip(" ")[-1:] == "\n"
+            alone and rest[:start].rstrip(" ")[-1:] == "\n"  # a line of its own: an option
         ):
             return ""
     return letter

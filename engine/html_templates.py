@@ -1,7 +1,5 @@
 """Jinja2 for the HTML pages: a room's `templates/` folder, with every text from data escaped."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

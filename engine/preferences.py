@@ -1,7 +1,5 @@
 """Preferences of a policy's own completions or of files, and RL by a learned reward."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -78,8 +76,7 @@ def ranked_right(folder: str | Path, pairs: pd.DataFrame) -> np.ndarray:
         np.asarray(reward(prompts, list(pairs[side]), messages=messages))
         for side in ("chosen", "rejected")
     )
-    right: np.ndarray = chosen > rejected
-    return right
+    return chosen > rejected
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """What importing `engine` sets up in a process: short spins, kept memory, no unused imports."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -4,8 +4,6 @@ Messages of errors, what is printed and logged, manifests, and what MLflow gets 
 Text without either stays as it is, to the byte.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ declares its options. The modules with this project's entries are imported when 
 users' by the configuration's `plugins`, or by a name such as `package.module:attribute`.
 """
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import importlib
@@ -158,6 +156,12 @@ class Registry(Generic[T]):
     def registered(self, target: object) -> T | None:
         """Return the entry of a function or class; None where it isn't registered."""
         return next((e.value for e in self._entries.values() if e.stands_for(target)), None)
+
+    def module(self, name: str) -> str:
+        """Return the module of an entry, e.g. "my_module"; one at a path isn't imported."""
+        if ":" in name:
+            return name.partition(":")[0]
+        return str(getattr(self._find(name).target, "__module__", ""))
 
     def load(self, path: str) -> object:
         """Import what stands at `package.module:attribute`, registered or not."""

@@ -16,13 +16,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from blake3 import blake3
 from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore
 
 from engine.batch import Batch
 from engine.errors import WeightSyncError, WorkerError
@@ -184,7 +186,7 @@ class WeightSender:
     """
 
     def __init__(self, dtype: torch.dtype | None = None, *, deltas: bool = False) -> None:
-        self._dtype, self._deltas = dtype, deltas
+        self.dtype, self._deltas = dtype, deltas
         self._layout: FlatLayout | None = None
         self._last: SentWeights | None = None
         self._delta: Batch | None = None
@@ -240,7 +242,7 @@ class WeightSender:
 
     def _cast(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        return tensor.to(self._dtype) if tensor.is_floating_point() and self._dtype else tensor
+        return tensor.to(self.dtype) if tensor.is_floating_point() and self.dtype else tensor
 
 
 class WeightReceiver:
@@ -319,6 +321,47 @@ class WeightReceiver:
                 f"with the delta on them, this process's weights are not the actor's of version "
                 f"{int(sent['policy_version'][0])}: they were changed here"
             )
+
+
+Backend = Literal["nccl", "gloo"]
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastRound:
+    """A broadcast to several samplers at once, as one process has it (`rollout.vllm`).
+
+    Its members meet in a TCPStore that the controller serves. vLLM's worker i has rank `rank + i`.
+    """
+
+    host: str  # of the store
+    port: int
+    number: int  # of the round, from 1
+    group: int  # number of the first round with the same members
+    names: tuple[str, ...]  # by receiving rank - 1: of its sampler, e.g. ("sampler0", "sampler0")
+    rank: int  # 0: the sender
+    backend: Backend
+    version: int  # of the weights
+    deadline_s: float  # for any one wait
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return 1 + len(self.names)
+
+    def label(self, rank: int) -> str:
+        """The name of a rank in messages."""
+        return f"{self.names[rank - 1]} (rank {rank})" if rank else "the trainer"
+
+    def open_store(self) -> PrefixStore:
+        """Connect to the store, to the keys of this round; one who waits holds a connection."""
+        wait = timedelta(seconds=self.deadline_s)
+        store = TCPStore(self.host, self.port, None, False, wait, wait_for_workers=False)
+        return PrefixStore(f"round{self.number}", store)
+
+
+def end_round(store: PrefixStore, cause: str) -> None:
+    """End a round for all its members; the first cause counts."""
+    store.compare_set("cause", "", cause)
 
 
 def _delta_batch(base: SentWeights, last: SentWeights, chunks: list[DeltaChunk]) -> Batch:

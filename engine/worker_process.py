@@ -6,8 +6,6 @@ can't hang. It forks the worker and relays its stderr. All orphans below the gua
 children: none outlives the worker, and nothing the run. Imports neither torch nor pydantic.
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import importlib
@@ -57,7 +55,6 @@ class Service(Protocol):
 
     def run(self) -> None:
         """Answer requests until the other end of the channel closes."""
-        ...
 
 
 OpenService = Callable[[Any, Connection], Service]

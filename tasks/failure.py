@@ -5,8 +5,6 @@ killed for memory, a deadline, an image that can't be pulled. Flyte requires a h
 inputs of its workflow, hence one per workflow.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from datetime import datetime
@@ -45,7 +43,7 @@ def _handler(workflow: str, **inputs: type) -> Any:
     """Make the task that records why a workflow with these inputs beside `config` failed."""
 
     @functools.wraps(record_failure)  # flytekit takes no function that is local to another one
-    def handle(config: RLHFConfig, err: FlyteError | None = None, **inputs: Any) -> None:
+    def handle(config: RLHFConfig, err: FlyteError | None = None, **inputs: object) -> None:
         record_failure(workflow, config, err)
 
     types = {"config": RLHFConfig, **inputs, "err": FlyteError | None}

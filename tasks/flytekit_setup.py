@@ -1,7 +1,5 @@
 """Set up flytekit before tasks load: patches, images, and credentials."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import os
@@ -10,8 +8,9 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
+from flyteidl.core.literals_pb2 import LiteralMap
 from flytekit import FlyteContextManager, Secret, current_context
 from flytekit.core.base_task import PythonTask
 from flytekit.core.context_manager import BranchEvalMode, FlyteContext
@@ -27,10 +26,6 @@ from engine.console import INTERRUPTED, say
 from engine.errors import ConfigError
 from engine.stages import pods
 from engine.stages.stage import is_dry_run
-
-if TYPE_CHECKING:
-    from flyteidl.core.literals_pb2 import LiteralMap
-
 
 # What loading this module changes in flytekit 1.16.
 
@@ -119,8 +114,6 @@ def _stage_name(task: str) -> str:
 
 def evict_missing() -> int:
     """Drop cached results of our tasks whose folders are no longer there; return how many."""
-    from flyteidl.core.literals_pb2 import LiteralMap
-
     if not LocalTaskCache._initialized:
         LocalTaskCache.initialize()
     cache, evicted = LocalTaskCache._cache, 0  # of diskcache
@@ -150,7 +143,7 @@ def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
 
 def _plan_alone() -> None:
     """Let local runs end, with status 0, before the first stage that would be computed."""
-    local_task: Any = PythonTask
+    local_task = PythonTask
     execute = local_task.sandbox_execute
 
     def sandbox_execute(task: Any, context: FlyteContext, inputs: Any) -> Any:
@@ -182,7 +175,7 @@ def image(kind: str = "default") -> str:
     return pods.image(kind) or TEMPLATE
 
 
-def with_secrets(*needs: pods.Need) -> dict[str, Any]:
+def with_secrets(*needs: pods.Need) -> dict[str, object]:
     """Return options of a task: its secrets, and what its pod must know to read them."""
     secrets = pods.secrets_of(*needs)
     if not secrets:

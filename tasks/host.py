@@ -1,7 +1,5 @@
 """The Flyte side of a stage: its types, errors, decks, checkpoints, tables and caching."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import html
@@ -10,8 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Self
 
+import pandas as pd
+import pyarrow.parquet as pq
 import rich_click as click
 from flytekit import (
     Cache,
@@ -40,10 +40,12 @@ from flytekit.types.structured.structured_dataset import (
     StructuredDatasetEncoder,
     StructuredDatasetTransformerEngine,
 )
+from pandera.pandas import DataFrameSchema
 
 from engine import errors
 from engine.console import quiet
 from engine.data import rows
+from engine.data.contract import check
 from engine.redaction import redact_causes
 from engine.stages import pods
 from engine.stages.stage import (
@@ -56,10 +58,6 @@ from engine.stages.stage import (
 )
 from engine.storage.digests import sources_digest
 from tasks import flytekit_setup
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from pandera.pandas import DataFrameSchema
 
 quiet()
 
@@ -142,7 +140,7 @@ class FlyteHost(Host):
         # copy one local folder and block the task. flytekit 1.16 has no public name for these.
         if not self.execution:
             return None
-        checkpoint: Any = current_context().checkpoint
+        checkpoint = current_context().checkpoint
         return CheckpointPaths(str(checkpoint._checkpoint_dest), checkpoint._checkpoint_src)
 
 
@@ -241,7 +239,7 @@ class TableFile:
     uri: str = ""  # in the shared store; empty: it has none, and a pod uploads the file
 
     @classmethod
-    def write(cls, frame: pd.DataFrame) -> TableFile:
+    def write(cls, frame: pd.DataFrame) -> Self:
         """Write a file of no artifact, which one task leaves for the next."""
         access = FlyteContextManager.current_context().file_access
         path = Path(access.get_random_local_path()).with_suffix(".parquet")
@@ -251,10 +249,6 @@ class TableFile:
 
     def read(self, schema: DataFrameSchema, name: str) -> pd.DataFrame:
         """Read all columns; DataError, one sentence with `name`, where they break the contract."""
-        import pandas as pd
-
-        from engine.data.contract import check
-
         try:
             frame = pd.read_parquet(self.path)
         except (OSError, ValueError) as error:  # pyarrow's are one or the other
@@ -292,7 +286,6 @@ class _Encoder(StructuredDatasetEncoder):
         structured_dataset_type: StructuredDatasetType,
     ) -> literals.StructuredDataset:
         file = structured_dataset.dataframe
-        assert isinstance(file, TableFile)
         state, uri = ctx.execution_state, file.uri or str(file.path)
         if not file.uri and state and state.mode == ExecutionState.Mode.TASK_EXECUTION:
             uri = str(ctx.file_access.put_raw_data(uri))
@@ -324,9 +317,6 @@ class _Renderer:
     """The first rows of a table in a Deck, with shortened texts."""
 
     def to_html(self, df: TableFile) -> str:
-        import pandas as pd
-        import pyarrow.parquet as pq
-
         def shortened(cell: object) -> str:
             text = str(cell)
             return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}…"

@@ -4,13 +4,11 @@
 it reaches the terminal as one sentence.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any, Self
 
 import rich_click as click
-from flytekit.interaction.click_types import JsonParamType
+from flytekit.interaction import click_types
 from pydantic import ValidationError
 
 from engine.config import PipelineConfig, explain
@@ -30,7 +28,7 @@ class RLHFConfig(PipelineConfig):
             raise click.UsageError(f"config: {explain(error)}") from None
 
 
-class ConfigParam(JsonParamType):
+class ConfigParam(click_types.JsonParamType):
     """flytekit's reader of JSON inputs, which for a configuration says what is wrong with it."""
 
     @property
@@ -51,15 +49,13 @@ def use_config_param() -> None:
 
     flytekit 1.16 prints a traceback for a malformed YAML file, and the whole JSON schema as help.
     """
-    from flytekit.interaction import click_types
-
     click_types.JsonParamType = ConfigParam
     run: Any = sys.modules.get("flytekit.clis.sdk_in_container.run")
     if run is None or hasattr(run.to_click_option, "without_schema"):
         return
     make = run.to_click_option
 
-    def to_click_option(*arguments: Any, **named: Any) -> click.Option:
+    def to_click_option(*arguments: object, **named: object) -> click.Option:
         option: click.Option = make(*arguments, **named)
         option.opts = [*dict.fromkeys(option.opts)]  # a flag is there twice, of which click warns
         if isinstance(option.type, ConfigParam) and option.type.is_config:

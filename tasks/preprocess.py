@@ -1,15 +1,11 @@
 """`python -m tasks.preprocess`: a data set as verl-compatible Parquet files with a card."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pydantic import ValidationError
-
-from engine.config import DataConfig, explain
+from engine.cli.resolve import section_of_arguments
+from engine.config import DataConfig
 from engine.console import command_line, say
 from engine.errors import ConfigError
 
@@ -54,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ConfigError(
             f"--source goes with {' or '.join(PRESETS)}; give {options.dataset!r} alone"
         )
-    config = data_config(options.settings, options.source if known else options.dataset)
+    source = {"source": "files", "path": options.source if known else options.dataset}
+    config = section_of_arguments(DataConfig, "data.", options.settings, source)
     config = with_preset(config, options.dataset) if known else config
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     folder = Path(options.local_dir)
@@ -64,26 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"{card.name}: {len(card.lengths):,} rows" + (f"; left out: {out}" if out else ""))
     say(f"card: {folder / CARD}")
     return 0
-
-
-def data_config(settings: Sequence[str], path: str) -> DataConfig:
-    """Return the `data` section of `key=value` arguments, for the source `files` at `path`."""
-    from engine.cli.resolve import split_argument
-
-    values: dict[str, Any] = {"source": "files", "path": path}
-    for setting in settings:
-        key, value = split_argument(setting)
-        *sections, name = key.removeprefix("data.").split(".")
-        inner = values
-        for section in sections:
-            inner = inner.setdefault(section, {})
-            if not isinstance(inner, dict):
-                raise ConfigError(f"{key}: {section} is a value, not a section")
-        inner[name] = value
-    try:
-        return DataConfig.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explain(error)) from None
 
 
 if __name__ == "__main__":

@@ -4,9 +4,6 @@ Where a task runs and what is retried and cached is in `engine.stages.pods`, by 
 whose inputs it has, is the function of that name in `engine.stages`.
 """
 
-from __future__ import annotations
-
-import functools
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -19,6 +16,7 @@ from flytekit.types.file import FlyteFile
 
 from engine import stages
 from engine.console import say
+from engine.data.contract import EVALUATION_ROWS
 from engine.stages import interfaces, pods
 from engine.stages.profiles import Profile
 from engine.stages.stage import Artifact, shared
@@ -33,7 +31,7 @@ CALLS: Mapping[Any, Callable[..., Any]] = {FlyteDirectory: host.directory, Flyte
 
 
 def function_of(
-    body: str, call: Callable[..., Any] | None = None, gives: Any = None, **inputs: Any
+    body: str, call: Callable[..., Any] | None = None, gives: object = None, **inputs: object
 ) -> Callable[..., Any]:
     """Return the function of a stage's task; `body` is `module.function` of `engine.stages`.
 
@@ -41,22 +39,16 @@ def function_of(
     types of the output and of inputs that flytekit has in the place of the body's.
     """
     signature = interfaces.signature_of(body, TYPES, gives, **inputs)
-    run = call or CALLS.get(signature.return_annotation, host.run_body)
-
-    @functools.wraps(host.run_body)  # flytekit takes no function that is local to another one
-    def run_stage(**inputs: Any) -> Any:
-        return run(interfaces.function_of(body), **inputs)
-
-    name, about = body.rpartition(".")[2], interfaces.docstring_of(body)
-    return interfaces.declare(run_stage, name, __name__, signature, about)
+    call = call or CALLS.get(signature.return_annotation, host.run_body)
+    return interfaces.function_of(body, call, __name__, signature)
 
 
 def task_of(
     body: str,
     call: Callable[..., Any] | None = None,
-    gives: Any = None,
+    gives: object = None,
     made_inside: Mapping[str, MadeInside] | None = None,
-    **inputs: Any,
+    **inputs: object,
 ) -> Any:
     """Return a stage's task; see `function_of`, and `on_profiles` for `made_inside`."""
     function = function_of(body, call, gives, **inputs)
@@ -65,7 +57,7 @@ def task_of(
     return task(function, **host.task_options(function.__name__))
 
 
-def opened(body: Callable[..., Any], **inputs: Any) -> Any:
+def opened(body: Callable[..., Any], **inputs: object) -> Any:
     """Call a stage's body that plans a run; return the plan."""
     current_run.clear()
     with host.flyte_host():
@@ -92,7 +84,7 @@ class Dataset(NamedTuple):
     test: host.RLPrompts
 
 
-def dataset_of(body: Callable[..., Artifact], **inputs: Any) -> Dataset:
+def dataset_of(body: Callable[..., Artifact], **inputs: object) -> Dataset:
     """Call a stage's body that makes a dataset."""
     made = host.run_body(body, **inputs)
     return Dataset(FlyteDirectory(made.uri), *host.tables(made, *stages.dataset.SPLITS))
@@ -111,7 +103,7 @@ reward_model_training = task_of("preferences.reward_model_training")
 reward_model_promotion = task_of("promotion.reward_model_promotion")
 
 
-def by_these_tasks(body: Callable[..., Any], **inputs: Any) -> Any:
+def by_these_tasks(body: Callable[..., Any], **inputs: object) -> Any:
     """Call a body that composes a front's tasks; how many is known when a run starts."""
     return body(front=sys.modules[__name__], **inputs)
 
@@ -134,7 +126,7 @@ class Evaluation(NamedTuple):
     rows_rl: host.EvaluationRows
 
 
-def table_of(body: Callable[..., Any], **inputs: Any) -> StructuredDataset:
+def table_of(body: Callable[..., Any], **inputs: object) -> StructuredDataset:
     """Call a stage's body that makes a table of no artifact."""
     return host.as_table(host.TableFile.write(host.run_body(body, **inputs)))
 
@@ -152,11 +144,9 @@ def parts_of(profile: Profile, inputs: Mapping[str, Any]) -> Any:
 
 
 def evaluation_of(
-    body: Callable[..., Artifact], parts: list[StructuredDataset] | None = None, **inputs: Any
+    body: Callable[..., Artifact], parts: list[StructuredDataset] | None = None, **inputs: object
 ) -> Evaluation:
     """Call the stage's body that compares two models; `parts`: what a map task has decoded."""
-    from engine.data.contract import EVALUATION_ROWS
-
     tables = (
         table.open(host.TableFile).all().read(EVALUATION_ROWS, f"part {number} of the evaluation")
         for number, table in enumerate(parts or (), 1)

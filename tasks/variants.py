@@ -121,7 +121,7 @@ def stages_of(body: Callable[..., Any]) -> StageOn:
         options = task_options(body.__name__)
         environment = options.pop("environment", {})
         # In flytekit 1.16 a task's requests replace those of its pod template.
-        machines: dict[str, Any] = {"requests": options["requests"]}
+        machines = {"requests": options["requests"]}
         if starts_ray(profile):
             machines = {"task_config": ray_cluster(profile), "requests": SMALL}
         elif pod := stage_pod(profile):

@@ -136,6 +136,8 @@ def test_packages_side_by_side_don_t_know_each_other(package: str) -> None:
     shared += ("kernels", "storage", "worker_process", package)
     # A reward model reads conversations as the templates of its training wrote them.
     shared += ("data",) if package == "rewards" else ()
+    # vLLM's workers are members of the trainer's broadcasts.
+    shared += ("weight_transfer",) if package == "rollout" else ()
     known = tuple(f"engine.{name}" for name in shared)
     files = [
         module
@@ -255,9 +257,11 @@ def test_vllm_loads_only_when_its_engine_is_asked_for() -> None:
     }
     assert all(under(user, "engine.rollout.vllm") for user in users), users
     early = [
-        path for path in sources("engine") if any(under(m, "vllm") for m in imports(path, True))
+        path.name
+        for path in sources("engine")
+        if any(under(m, "vllm") for m in imports(path, True))
     ]
-    assert early == []
+    assert early == ["worker_extension.py"], "vLLM itself imports that"
 
 
 def test_dataflows_know_neither_ray_nor_ranks() -> None:

@@ -1,7 +1,5 @@
 """Makes launch plans by the house's rules, and keeps a registry; see `workflows.launch_plans`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,8 +29,6 @@ FAILED = (
     WorkflowExecutionPhase.ABORTED,
     WorkflowExecutionPhase.TIMED_OUT,
 )
-
-LAUNCH_PLANS: dict[str, Launch] = {}
 
 
 class Launch(LaunchPlan):
@@ -71,12 +67,15 @@ class Launch(LaunchPlan):
         return super().__call__(*args, **inputs)
 
 
+LAUNCH_PLANS: dict[str, Launch] = {}
+
+
 def launch_plan(
     workflow: WorkflowBase,
     name: str,
     *,
-    default_inputs: Mapping[str, Any] | None = None,
-    fixed_inputs: Mapping[str, Any] | None = None,
+    default_inputs: Mapping[str, object] | None = None,
+    fixed_inputs: Mapping[str, object] | None = None,
     schedule: CronSchedule | FixedRate | None = None,
     notify_on: Sequence[int] = FAILED,
     one_at_a_time: bool = False,
@@ -97,7 +96,6 @@ def launch_plan(
         max_parallelism=MAX_PARALLELISM,
         concurrency=ConcurrencyPolicy(1, ConcurrencyLimitBehavior.SKIP) if one_at_a_time else None,
     )
-    assert isinstance(launch, Launch)
     LAUNCH_PLANS[name] = launch
     return launch
 

@@ -1,7 +1,5 @@
 """The pipelines of `workflows.pipelines` as flytekit's workflows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +33,10 @@ class Flytekit:
 FRONT = Flytekit()
 
 
-def workflow_of(pipeline: Pipeline, module: str, on_failure: Any) -> Any:
+def workflow_of(pipeline: Pipeline, module: str, on_failure: object) -> Any:
     """Return the workflow `<module>.<pipeline>`, whose inputs are those of a plan."""
 
-    def composed(**inputs: Any) -> Any:
+    def composed(**inputs: object) -> Any:
         plan, run = pipeline.bind(FRONT, inputs)
         return run(plan())
 

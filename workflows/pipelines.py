@@ -6,8 +6,6 @@ plan's settings, so a stage that is added here, with its options in `engine.stag
 both; each front has to have a task of that name.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@
 The version is the git commit and the images' digests. Running it again changes nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib
@@ -20,15 +18,19 @@ import sys
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import rich_click as click
 from click.core import ParameterSource
-from flytekit.configuration import Image, ImageConfig, SerializationSettings
+from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
+from flytekit.configuration import Config, Image, ImageConfig, SerializationSettings
+from flytekit.exceptions.base import FlyteException
+from flytekit.exceptions.user import FlyteInvalidInputException
 from flytekit.models.admin.workflow import WorkflowSpec
+from flytekit.models.core.identifier import Identifier, ResourceType
 from flytekit.models.core.workflow import Node
-from flytekit.models.launch_plan import LaunchPlan
 from flytekit.models.task import TaskSpec
+from flytekit.remote import FlyteRemote
+from flytekit.tools.module_loader import add_sys_path, just_load_modules
 from flytekit.tools.repo import serialize_get_control_plane_entities
 from flytekit.tools.translator import FlyteControlPlaneEntity
 
@@ -37,10 +39,6 @@ from engine.errors import ConfigError, EngineError
 from engine.stages.pods import IMAGES, NOTIFY, SECRETS
 from engine.storage.digests import hash_file, project_root
 from engine.storage.filesystem import write_atomically
-
-if TYPE_CHECKING:
-    from flytekit.remote import FlyteRemote
-
 
 # What is registered or goes into an image; notes and tests beside it may differ.
 SOURCES = ("engine", "examples", "tasks", "workflows", "images", "Dockerfile", "pyproject.toml")
@@ -120,8 +118,6 @@ def serialize(
 
     `flytectl register files` fills in project, domain and version that are not given here.
     """
-    from flytekit.tools.module_loader import add_sys_path, just_load_modules
-
     default = Image.look_up_image_info("default", image)
     settings = SerializationSettings(
         image_config=ImageConfig(default_image=default, images=[default]),
@@ -157,7 +153,6 @@ def kind_of(entity: FlyteControlPlaneEntity) -> tuple[str, str, int]:
         return "task", str(entity.template.id.name), 1
     if isinstance(entity, WorkflowSpec):
         return "workflow", str(entity.template.id.name), 2
-    assert isinstance(entity, LaunchPlan)
     return "launch plan", str(entity.id.name), 3
 
 
@@ -241,28 +236,15 @@ def main(
             click.echo(f"flytectl register files --archive {archive} --version {version}")
         else:
             remote = None if dry_run else _connect(config, project, domain)
-            _register(remote, root, image, version, (project, domain), activate)
+            entities, settings = serialize(root, image, project, domain, version)
+            if remote is not None:
+                _send(remote, entities, settings, version)
+                if activate:
+                    _activate(remote, project, domain, version)
+            else:
+                for kind, name, _ in map(kind_of, entities):
+                    click.echo(f"{kind:12} {name}")
     click.echo(version)
-
-
-def _register(
-    remote: FlyteRemote | None,
-    root: Path,
-    image: str,
-    version: str,
-    where: tuple[str, str],
-    activate: bool,
-) -> None:
-    """Send all of it to the project and domain `where`; without `remote`, only list it."""
-    entities, settings = serialize(root, image, *where, version)
-    if remote is None:
-        for entity in entities:
-            kind, name, _ = kind_of(entity)
-            click.echo(f"{kind:12} {name}")
-        return
-    _send(remote, entities, settings, version)
-    if activate:
-        _activate(remote, *where, version)
 
 
 def _set_variables(images: dict[str, str], notify: str, secrets: tuple[str, ...]) -> None:
@@ -281,9 +263,6 @@ def _set_variables(images: dict[str, str], notify: str, secrets: tuple[str, ...]
 
 
 def _connect(config: str, project: str, domain: str) -> FlyteRemote:
-    from flytekit.configuration import Config
-    from flytekit.remote import FlyteRemote
-
     if config and not Path(config).is_file():
         raise RegistrationError(f"--config {config} does not exist; give Flyte's config.yaml")
     settings = Config.auto(config_file=config or None)
@@ -321,8 +300,6 @@ def _send(
 
 def _activate(remote: FlyteRemote, project: str, domain: str, version: str) -> None:
     """Make this version the one that schedules and callers by name use."""
-    from flytekit.models.core.identifier import Identifier, ResourceType
-
     from workflows.launching import LAUNCH_PLANS
 
     for name in LAUNCH_PLANS:
@@ -336,10 +313,6 @@ def _activate(remote: FlyteRemote, project: str, domain: str, version: str) -> N
 @contextlib.contextmanager
 def _call(entity: str, done: str) -> Iterator[None]:
     """Call Flyte, for at most `CALL_SECONDS`; RegistrationError with the server's message."""
-    from flytekit.clients.grpc_utils.deadline_interceptor import scoped_grpc_deadline
-    from flytekit.exceptions.base import FlyteException
-    from flytekit.exceptions.user import FlyteInvalidInputException
-
     try:
         with scoped_grpc_deadline(CALL_SECONDS):
             yield

@@ -30,7 +30,7 @@ PLANNED = {
 }
 
 
-def _retrain(**plan: Any) -> Any:
+def _retrain(**plan: object) -> Any:
     return pipelines.retrain_champion(FRONT, SimpleNamespace(**plan))
 
 

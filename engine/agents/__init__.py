@@ -4,6 +4,7 @@ Read `environment_protocol` first: what an environment is. `agent_loop` plays ep
 on a rollout's stream; `environment_pool` runs environments in processes of their own. Shipped
 `environments` are here, and `tools` and `builtin_tools`, which a policy calls.
 """
+# ruff: noqa: F401  # what other rooms import
 
 from engine.agents.environment_pool import EnvironmentPool
 from engine.agents.environment_protocol import (
@@ -18,17 +19,3 @@ from engine.agents.environment_protocol import (
     register_environment,
     tool_schemas,
 )
-
-__all__ = [
-    "Action",
-    "Environment",
-    "EnvironmentFailure",
-    "EnvironmentPool",
-    "Message",
-    "Observation",
-    "ResumableEnvironment",
-    "ToolCall",
-    "make_environment",
-    "register_environment",
-    "tool_schemas",
-]

@@ -10,8 +10,6 @@ Environments in processes of their own are in `environment_pool`; `LocalEnvironm
 one, for light ones that never block their thread.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import logging

@@ -4,8 +4,6 @@
 meanwhile its requests arrive beside other episodes' and are sampled in one continuous batch.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence

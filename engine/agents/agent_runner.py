@@ -12,8 +12,6 @@ An agent runs as an environment does (`environment_pool`): its whole episode is 
 neither torch nor pydantic.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json
@@ -30,12 +28,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from engine.agents.environment_protocol import (
-    Action,
-    EnvironmentFailure,
-    Observation,
-    listed_or_text,
-)
+from engine.agents.environment_protocol import Action, EnvironmentFailure, Observation
+from engine.data import cells
 from engine.errors import ConfigError, EngineError, EpisodeError
 from engine.registry import Options, Registry, load_function
 from engine.rewards.reward_function import float32_or_nan
@@ -163,7 +157,7 @@ class AgentProgram:
         with tempfile.TemporaryDirectory(prefix="episode-") as folder:
             files = [Path(folder, name) for name in ("row.json", "reward.json", "output")]
             row_file, reward_file, output_file = files
-            row_file.write_text(json.dumps(row, default=listed_or_text))
+            row_file.write_text(json.dumps(row, default=cells.plain))
             variables = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key}
             variables |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
             variables |= {ROW_FILE: str(row_file), REWARD_FILE: str(reward_file)}

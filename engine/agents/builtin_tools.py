@@ -1,7 +1,5 @@
 """The tools that are shipped: a calculator, Python in the sandbox, and search in a local corpus."""
 
-from __future__ import annotations
-
 import ast
 import heapq
 import json

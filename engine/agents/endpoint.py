@@ -281,7 +281,7 @@ class EpisodeSession:
         return {"content": entries} if request.logprobs else None
 
 
-def assistant_message(action: Action, turn: int) -> dict[str, Any]:
+def assistant_message(action: Action, turn: int) -> dict[str, object]:
     """What a client is given of a turn: thoughts apart, then text, then calls of tools."""
     content = action.text if action.content is None else action.content
     if action.malformed and not action.tool_calls:

@@ -12,8 +12,6 @@ process, or keeps it from answering, costs the process (`engine.worker_process`)
 there fail as `lost`, and restart in a new one. Imports neither torch nor pydantic.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import math
@@ -160,7 +158,7 @@ class EnvironmentHost:
         if isinstance(error, protocol.EnvironmentFailure):
             raise error
         if error is not None:
-            raise protocol.EnvironmentFailure.of(who, error)
+            raise protocol.EnvironmentFailure.of(who, error) from error
         result, observed = task.result(), call.kind in ("reset", "step")
         return protocol.checked_observation(who, result) if observed else result
 
@@ -433,7 +431,7 @@ class EnvironmentProcess:
             self._heard = time.monotonic()
             if isinstance(message, ProcessEnded):
                 self._living.clear()
-                self._fail_all("crashed", f"its process {message.how}", message.stderr)
+                self._fail_all("crashed", f"its process {message.how}")
                 continue
             assert isinstance(message, _Answer)
             if message.stuck:
@@ -469,17 +467,15 @@ class EnvironmentProcess:
                 self._fail(pending, "deadline", words)
         self._fail_all("lost", "its process was ended for another episode's sake")
 
-    def _fail_all(self, cause: protocol.FailureCause, words: str, stderr: str = "") -> None:
+    def _fail_all(self, cause: protocol.FailureCause, words: str) -> None:
         calls, self._pending = self._pending, {}
         for pending in calls.values():
-            self._fail(pending, cause, words, stderr)
+            self._fail(pending, cause, words)
 
-    def _fail(
-        self, pending: _Pending, cause: protocol.FailureCause, words: str, stderr: str = ""
-    ) -> None:
+    def _fail(self, pending: _Pending, cause: protocol.FailureCause, words: str) -> None:
         if not pending.future.done():
             message = f"{self._who}: {pending.call.kind}: {words}"
-            pending.future.set_exception(protocol.EnvironmentFailure(cause, message, stderr))
+            pending.future.set_exception(protocol.EnvironmentFailure(cause, message))
 
 
 class EnvironmentPool:

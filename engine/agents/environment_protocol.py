@@ -11,15 +11,12 @@ elsewhere: environments read and write messages. `environment_pool` runs them in
 own. Imports neither torch nor pydantic.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar, runtime_checkable
+from typing import Any, Literal, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 from engine.errors import ConfigError, EpisodeError
 from engine.registry import Options, Registry
@@ -71,20 +68,17 @@ class Environment(Protocol):
     episode. One whose episodes can be saved between turns is a `ResumableEnvironment`.
     """
 
-    async def reset(self, row: Mapping[str, Any]) -> Observation:
+    async def reset(self, row: Mapping[str, object]) -> Observation:
         """Begin the episode of a row of the data set (`prompt`, `extra_info` and so on).
 
         The messages are the prompt's; empty where the row's own `prompt` stands.
         """
-        ...
 
     async def step(self, action: Action) -> Observation:
         """Answer a turn of the policy."""
-        ...
 
     async def close(self) -> None:
         """Give back what the environment holds; called once, after its last episode."""
-        ...
 
 
 @runtime_checkable
@@ -96,11 +90,9 @@ class ResumableEnvironment(Protocol):
 
     def get_state(self) -> object:
         """The episode's state, picklable."""
-        ...
 
     def set_state(self, state: object) -> None:
         """Continue the episode whose `get_state` this was, in place of `reset`."""
-        ...
 
 
 def tool_schemas(environment: object) -> list[dict[str, object]]:
@@ -117,22 +109,18 @@ FailureCause: TypeAlias = Literal[
 ]
 """`crashed`: its process ended in the call. `lost`: its process ended for another's sake."""
 
-_LONGEST_TRACEBACK = 8000  # characters
-
 
 class EnvironmentFailure(EpisodeError):
     """An episode that can't go on; its environment has been replaced."""
 
-    def __init__(self, cause: FailureCause, message: str, traceback_text: str = "") -> None:
+    def __init__(self, cause: FailureCause, message: str) -> None:
         super().__init__(message)
         self.cause: FailureCause = cause
-        self.traceback_text = traceback_text  # of the environment's own exception, if it raised
 
     @classmethod
-    def of(cls, who: str, error: BaseException) -> EnvironmentFailure:
+    def of(cls, who: str, error: BaseException) -> Self:
         """The failure of an environment's call that raised."""
-        text = "".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:]
-        return cls("raised", f"{who} raised {type(error).__name__}: {text_of(error)}", text)
+        return cls("raised", f"{who} raised {type(error).__name__}: {text_of(error)}")
 
 
 def checked_observation(who: str, value: object) -> Observation:
@@ -165,12 +153,6 @@ def _message(message: object) -> Message:
     if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
         raise ValueError(f"the content of a {message['role']!r} message is no text")
     return _plain(dict(message))
-
-
-def listed_or_text(value: object) -> object:
-    """Arrays and NumPy numbers as lists and numbers, others as text; a `default` of `json`."""
-    plain = getattr(value, "tolist", None)
-    return plain() if plain is not None else str(value)
 
 
 def _plain(value: object) -> Any:
@@ -225,7 +207,7 @@ def environment_class(name: str) -> Callable[..., Environment]:
 
     Raises ConfigError where there is none, or it has not the protocol's coroutines.
     """
-    made: Any = _registry.load(name) if ":" in name else _registry.get(name)
+    made = _registry.load(name) if ":" in name else _registry.get(name)
     if not callable(made):
         raise ConfigError(
             f"rollout.agent.environment.name={name!r} is {made!r}, which makes no environments"
@@ -244,11 +226,7 @@ def make_environment(name: str, options: Mapping[str, object] | None = None) -> 
     return made(**declared.parse(options or {}, "rollout.agent.environment.options"))
 
 
-def environment_module(name: str) -> str:
-    """The module of an environment, e.g. "my_module"; one named by its path isn't imported."""
-    if ":" in name:
-        return name.partition(":")[0]
-    return str(getattr(_registry.get(name), "__module__", ""))
+environment_module = _registry.module
 
 
 def _check(name: str, made: Callable[..., object]) -> None:

@@ -145,14 +145,14 @@ class GymnasiumEnvironment:
             raise ConfigError(
                 "environment 'gymnasium' needs options.id, and max_turns of at least 1"
             )
-        self._env: Any = _made(id, dict(arguments or {}))
+        self._env = _made(id, dict(arguments or {}))
         self._actions = [word.lower() for word in actions]
         self._show: Callable[[object], object] = _function(show) if show else str
         self._read = _function(read) if read else self._action_of
         self._max_turns, self._invalid_reward = max_turns, invalid_reward
         self._turns = 0
 
-    async def reset(self, row: Mapping[str, Any]) -> Observation:
+    async def reset(self, row: Mapping[str, object]) -> Observation:
         seen, info = self._env.reset(seed=_seed_of(row))
         self._turns = 0
         return Observation((*_prompt_of(row), self._message(seen)), info=dict(info))
@@ -268,7 +268,7 @@ class OpenEnvEnvironment:
         self._connect_timeout_s = connect_timeout_s
         self._socket: ClientConnection | None = None
 
-    async def reset(self, row: Mapping[str, Any]) -> Observation:
+    async def reset(self, row: Mapping[str, object]) -> Observation:
         seed = _seed_of(row)
         first = await self._request("reset", {} if seed is None else {"seed": seed})
         return replace(first, messages=(*_prompt_of(row), *first.messages))

@@ -18,18 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.agents.environment_protocol import Action, Message, Observation, listed_or_text
+from engine.agents.environment_protocol import Action, Message, Observation
 from engine.batch import Batch
+from engine.data import cells, templates
 from engine.data.collate import collate_completions, pad
 from engine.data.control_tokens import control_tokens
 from engine.data.rows import answered_messages
-from engine.data.templates import (
-    decode_response,
-    encode_continuation,
-    encode_prompt,
-    encode_text,
-    turn_text,
-)
 from engine.errors import RolloutError
 from engine.rollout.protocol import Completion
 from engine.rollout.stream import PartialCompletion
@@ -223,10 +217,10 @@ class EpisodeTokenizer:
         any has no calls; None: the episode's.
         """
         length = -unread or None
-        text, said = turn_text(self._tokenizer, before, ids)[:length], list(ids)
+        text, said = templates.turn_text(self._tokenizer, before, ids)[:length], list(ids)
         while said and said[-1] in self.stop_ids:
             said.pop()
-        marked = turn_text(self._tokenizer, before, said, keep_control=True)[:length]
+        marked = templates.turn_text(self._tokenizer, before, said, keep_control=True)[:length]
         action = self._reader(tools)(text, tuple(ids), marked)
         if action.content is None or marked == text:
             return action
@@ -242,7 +236,7 @@ class EpisodeTokenizer:
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of sampled tokens, special tokens removed."""
-        return decode_response(self._tokenizer, ids)
+        return templates.decode_response(self._tokenizer, ids)
 
     def end_of(self, ids: Sequence[int]) -> str:
         """How the stop token is spelled that `ids` end with; empty without one."""
@@ -250,20 +244,22 @@ class EpisodeTokenizer:
 
     def of_text(self, text: str, *, continues: bool = False) -> list[int]:
         """A prompt in the model's own format, or (`continues`) what follows one."""
-        return encode_text(self._tokenizer, text, continues=continues)
+        return templates.encode_text(self._tokenizer, text, continues=continues)
 
     def prompt(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, object]]
     ) -> list[int]:
         """The prompt of messages, up to where the policy speaks."""
-        return encode_prompt(self._tokenizer, messages, tools)
+        return templates.encode_prompt(self._tokenizer, messages, tools)
 
     def observation(
         self, messages: Sequence[Message], last_sampled: int, tools: Sequence[Mapping[str, object]]
     ) -> list[int]:
         """What `messages` add after a turn that ended with the token `last_sampled`."""
         ended_by = last_sampled if last_sampled in self.stop_ids else None
-        return encode_continuation(self._tokenizer, messages, ended_by, self.stop_ids, tools)
+        return templates.encode_continuation(
+            self._tokenizer, messages, ended_by, self.stop_ids, tools
+        )
 
     def rewritten(self, ids: Sequence[int], again: Sequence[int]) -> bool:
         """Whether `again`, the conversation rendered again, has another text than `ids`."""
@@ -435,7 +431,7 @@ def summarize(episode: Episode) -> EpisodeSummary:
         calls=sum(len(action.tool_calls) for action in episode.actions),
         malformed=sum(len(action.malformed) for action in episode.actions),
         reward=sum(episode.turn_rewards),
-        success=success_of(episode.info),
+        success=next((bool(episode.info[n]) for n in SUCCESS if n in episode.info), None),
         end=episode.end,
         tokens=sum(sum(sequence.sampled) for sequence in transcript.sequences),
         truncated=episode.truncated,
@@ -447,11 +443,6 @@ def after_prompt(messages: Sequence[Message], turns: int) -> Sequence[Message]:
     """The messages from the policy's first turn on, of which there are `turns`."""
     replies = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     return messages[replies[-turns] :] if 0 < turns <= len(replies) else ()
-
-
-def success_of(info: Mapping[str, object]) -> bool | None:
-    """Whether an episode succeeded, by the first name of `SUCCESS` that its `info` has."""
-    return next((bool(info[name]) for name in SUCCESS if name in info), None)
 
 
 def collate_episodes(
@@ -582,7 +573,7 @@ def save_episode(
     fields = {name: getattr(episode, name) for name in _SAVED_FIELDS}
     return {
         "index": episode.index,
-        "told": json.dumps(fields, default=listed_or_text),
+        "told": json.dumps(fields, default=cells.plain),
         "seconds": time.monotonic() - episode.started,
         "environment": torch.from_numpy(np.frombuffer(environment, np.uint8).copy()),
         "sequences": [_sequence_tree(sequence) for sequence in transcript.sequences],
@@ -615,7 +606,7 @@ def load_episode(episode: Episode, tree: EpisodeTree) -> SavedTurn | None:
     return SavedTurn(tree["environment"].numpy().tobytes(), tokens, tree["seconds"])
 
 
-def _sequence_tree(sequence: TrainingSequence) -> dict[str, Any]:
+def _sequence_tree(sequence: TrainingSequence) -> dict[str, object]:
     columns = {name: torch.tensor(getattr(sequence, name), dtype=d) for name, d in _COLUMNS.items()}
     prompt = torch.tensor(sequence.prompt_ids, dtype=torch.int32)
     turns = torch.tensor(sequence.turns, dtype=torch.int32).view(-1, 2)

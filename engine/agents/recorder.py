@@ -6,8 +6,6 @@ Where the client says something else of the past, or goes on from an earlier tur
 sequence begins, and the episode has branches. No thread or server here: `endpoint` has those.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from array import array
@@ -15,7 +13,6 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from engine.agents.environment_protocol import Action, Message
 from engine.agents.episode import (
@@ -247,7 +244,7 @@ def digest_of_ids(ids: Sequence[int]) -> bytes:
     return hashlib.blake2b(array("q", ids).tobytes(), digest_size=12).digest()
 
 
-def plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+def plain_message(message: Mapping[str, object], index: int) -> dict[str, object]:
     """A message of OpenAI's API in canonical form; DataError for what no template reads.
 
     Of the fields that clients send empty only `content` remains.
@@ -270,10 +267,7 @@ def _digest(before: bytes, value: object) -> bytes:
 
 
 def _chained(before: bytes, message: Message) -> bytes:
-    """The digest of a conversation with one more message.
-
-    Ids of calls say nothing in it, nor how the JSON of arguments is written.
-    """
+    """The digest of a conversation with one more message, whatever ids its calls have."""
     functions = (call["function"] for call in message.get("tool_calls", ()))
     calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
     return _digest(before, {**message, "tool_calls": calls})

@@ -173,12 +173,8 @@ _registry: Registry[Callable[..., object]] = Registry(
 )
 
 
-def register_tool(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Make a function selectable as a tool; the model sees the function's own name.
-
-    Raises ConfigError for a name that is taken.
-    """
-    return _registry.register(name)
+register_tool = _registry.register
+"""Decorator: make a function selectable as a tool; the model sees the function's own name."""
 
 
 def resolve_tools(specs: Iterable[ToolSpec]) -> dict[str, Tool]:

@@ -1,7 +1,5 @@
 """Advantage estimators turn rewards into `advantages [B, T]` and `returns [B, T]`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

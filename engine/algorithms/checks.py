@@ -1,7 +1,5 @@
 """What is checked of a call: shapes, ranges of options, and that a user's loss is finite."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

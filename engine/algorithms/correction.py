@@ -5,8 +5,6 @@ response_mask, from which denominators must be taken. Call it on the GLOBAL batc
 normalisation and metrics look at all of it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The critic's loss, and which rows an update may leave out because their loss is exactly zero."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

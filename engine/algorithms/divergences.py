@@ -1,7 +1,5 @@
 """Distances between distributions over tokens: KL to the reference, and distillation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal

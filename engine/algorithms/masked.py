@@ -4,9 +4,8 @@ They may be NaN or infinite: they are replaced before arithmetic, not multiplied
 touch neither results nor gradients.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -79,14 +78,14 @@ class Groups:
     size: Tensor
     rows: Tensor  # [B] bool; rows that count: the others are left out of group statistics
 
-    @staticmethod
-    def of(group_ids: Tensor, rows: Tensor | None = None) -> Groups:
+    @classmethod
+    def of(cls, group_ids: Tensor, rows: Tensor | None = None) -> Self:
         """Number the groups of `group_ids [B]` (any integers, any order)."""
         _, index = torch.unique(group_ids, return_inverse=True)
         rows = torch.ones_like(index, dtype=torch.bool) if rows is None else rows.bool()
         groups = int(index.max()) + 1 if index.numel() else 0
         size = torch.zeros(groups, dtype=torch.long, device=index.device)
-        return Groups(index, size.scatter_add(0, index, rows.long()), rows)
+        return cls(index, size.scatter_add(0, index, rows.long()), rows)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sums of the rows of `x [B, ...]` by group, `[G, ...]`."""
@@ -138,16 +137,16 @@ class Turns:
     mask: Tensor  # [B, T] bool
     present: Tensor  # [E, K] bool: turns that there are
 
-    @staticmethod
+    @classmethod
     def of(
-        response_mask: Tensor, episode_ids: Tensor | None = None, first_turn: Tensor | None = None
-    ) -> Turns:
-        """Find the turns of `response_mask` `[B, T]`.
+        cls, response: Tensor, episode_ids: Tensor | None = None, first_turn: Tensor | None = None
+    ) -> Self:
+        """Find the turns of a `response` mask `[B, T]`.
 
         `episode_ids` `[B]`: rows of one episode have one (None: each is one); `first_turn` `[B]`:
         numbers.
         """
-        mask = response_mask.bool()
+        mask = response.bool()
         rows = mask.shape[0]
         if episode_ids is None:
             episode = torch.arange(rows, device=mask.device)
@@ -161,7 +160,7 @@ class Turns:
         turns = int(number[mask].max()) + 1 if bool(mask.any()) else 1
         present = torch.zeros(episodes, turns, dtype=torch.bool, device=mask.device)
         present[episode[:, None].expand_as(mask)[mask], number[mask]] = True
-        return Turns(episode, number, mask, present)
+        return cls(episode, number, mask, present)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum `x` `[B, T]` over the tokens of each turn, `[E, K]`."""

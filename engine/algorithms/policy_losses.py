@@ -6,8 +6,6 @@ rank) is computed once over the global batch by `prepare`, as a `[B, T]` tensor 
 micro-batches with the rest. Therefore every cut of a batch adds up to the same gradient.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

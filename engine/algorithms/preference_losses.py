@@ -1,7 +1,5 @@
 """Preference losses: DPO and its relatives on pairs, KTO on rows, and the reward model's loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any

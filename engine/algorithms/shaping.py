@@ -1,7 +1,5 @@
 """Rewards are shaped, and groups without a signal are filtered, before advantages are computed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,6 +3,7 @@
 Read `store` first: it commits, finds and removes them. `format` has their files, `state_dict` the
 way of a state to them and back, `saver` saves beside training, `run_lock` keeps other runs out.
 """
+# ruff: noqa: F401  # what other rooms import
 
 from engine.checkpoint.saver import Saver
 from engine.checkpoint.store import (
@@ -12,6 +13,3 @@ from engine.checkpoint.store import (
     find_latest,
     open_checkpoint,
 )
-
-__all__ = ["Checkpoint", "CheckpointDraft", "CheckpointStore", "Saver"]
-__all__ += ["find_latest", "open_checkpoint"]

@@ -246,8 +246,7 @@ class RankState:
 
     def state_dict(self) -> StateDict:
         parts = {part: self._part(part) for part in {*self._parts, *self._loaded}}
-        state: StateDict = insert_tensors(self.values, parts)
-        return state
+        return insert_tensors(self.values, parts)
 
     def _part(self, part: str) -> Tensors:
         if part not in self._loaded and part in self._parts:

@@ -4,8 +4,6 @@
 How a role writes is in `engine.workers.role`, what a commit is in `store`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

@@ -9,8 +9,6 @@ takes for shards: it reads all files of a folder as one checkpoint, under any sh
     torch.distributed.checkpoint.load(state, storage_reader=HuggingFaceStorageReader("step_500"))
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

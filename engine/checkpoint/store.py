@@ -1,7 +1,5 @@
 """Checkpoints under one root: written whole or not at all, found, kept and removed."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math

@@ -1,7 +1,5 @@
 """The arguments of each `python -m engine.main_…`, and the settings that they become."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -106,7 +104,7 @@ def _name_rewards(resolved: Resolved[settings.RunConfig]) -> None:
         }
 
 
-def _reward_keywords(values: dict[str, Any]) -> dict[str, object]:
+def _reward_keywords(values: dict[str, object]) -> dict[str, object]:
     """Return the arguments of a reward function, which may stand together and one by one."""
     keywords = values.get("reward_kwargs", {})
     if not isinstance(keywords, dict):

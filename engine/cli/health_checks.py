@@ -5,8 +5,6 @@ or hang Python, and Ray waits for an absent cluster without a limit. No check le
 and each network request has a deadline.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import logging
@@ -95,7 +93,7 @@ class Probe:
         self._channel.send(None)
 
 
-def run_isolated(look: Look, *arguments: Any, deadline_s: float) -> tuple[list[Message], str]:
+def run_isolated(look: Look, *arguments: object, deadline_s: float) -> tuple[list[Message], str]:
     """Return what a look in another process yields, and how it failed, if it did."""
     messages: list[Message] = []
     with closing(WorkerProcess("the health check", f"{__name__}:Probe")) as process:

@@ -1,7 +1,5 @@
 """The run of `main_sft`, `main_preference`, `main_reward_model`: data in, a trained model out."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +27,13 @@ from engine.models import resolve_dtype, resolve_lora, text_config, vocabulary_a
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel, open_tokenizer
 from engine.trainers import auto_placement, preference_learning
-from engine.trainers.offline import SFTTrainer, is_on_ray, total_steps
+from engine.trainers.offline import (
+    SFTTrainer,
+    changed_settings,
+    is_on_ray,
+    run_settings,
+    total_steps,
+)
 from engine.workers.algorithm_options import check_preference_training
 
 E = TypeVar("E", bound=AnyExample)
@@ -121,13 +125,15 @@ def _plan_lines(config: OfflineRunConfig, train: Sequence[AnyExample], steps: in
         work = replace(work, completions=len(lengths) // len(train), passes=int(has_reference))
         layout = training.parallel, training.max_tokens_per_micro_batch
         machines = auto_placement.sft_candidate(*layout), ranks, ranks, kind
-        longest = auto_placement.step_estimate(work, *machines)
+        longest = auto_placement.step_estimate(work, *machines)[1]
         mean = replace(work, prompt_length=sum(lengths) // len(lengths))
-        usual = auto_placement.step_estimate(mean, *machines)
+        seconds, usual = auto_placement.step_estimate(mean, *machines)
         yield f"estimate  for {ranks} × {kind or 'CPU'}; memory by the longest row"
-        yield from [*longest.lines[:-1], usual.lines[-1]]
-        seconds = usual.seconds
-    yield from run_folder.plan_lines(config.run, steps, seconds)
+        yield from [*longest[:-1], usual[-1]]
+    settings = run_settings(training, config.seed, config.model.path, len(train))
+    yield from run_folder.plan_lines(
+        config.run, steps, seconds, lambda saved: changed_settings(training, saved, settings)
+    )
 
 
 def _kind(config: OfflineRunConfig) -> str:

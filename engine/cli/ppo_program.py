@@ -1,7 +1,5 @@
 """The run of `python -m engine.main_ppo`: data read and checked, training, or `--dry-run`."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +29,7 @@ from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.storage.json_rows import Row
 from engine.trainers import auto_placement, run_spec
 from engine.trainers.layout_checks import check_layouts
+from engine.trainers.resume import MAY_CHANGE, changed_settings, run_settings
 from engine.trainers.run_plan import check_config
 
 
@@ -62,10 +61,6 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
     )
     train = _limit_rows(train, data.train_max_samples, config)
     validation = _limit_rows(validation, data.val_max_samples, config)
-    if batch > len(train):
-        raise ConfigError(
-            f"rl.trainer.train_batch_size={batch} is more than the {len(train)} rows; lower it"
-        )
     longest = max(len(row.pop("prompt_ids")) for row in [*train, *validation])
     options = (data.shuffle, data.sampling, variables, data.cut)
     loader = PromptLoader(frame_of(train), batch, config.seed, *options)
@@ -73,16 +68,17 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
 
 
 def _prepare(config: RunConfig, model: str) -> tuple[RunConfig, Prompts]:
-    """Read the prompts, and turn `run.total_epochs` into steps, if it is given."""
+    """Read the prompts; a batch is all of a smaller file, `run.total_epochs` becomes steps."""
     tokenizer, context = open_tokenizer(model), models.vocabulary_and_context(model)[1]
     prompts, data = read_prompts(config, tokenizer, context), config.data
     longest = rl_run.prompt_room(config.rl, prompts.longest, data.max_prompt_length)
     models.check_context(longest, data.max_response_length, context)
-    if config.run.total_epochs is None:
-        return config, prompts
-    rows = config.run.total_epochs * len(prompts.loader)
-    steps = max(1, rows // config.rl.trainer.train_batch_size)
-    return config.replaced({"rl.trainer.total_training_steps": steps}), prompts
+    changes = {"rl.trainer.train_batch_size": prompts.loader.batch_size}
+    if config.run.total_epochs is not None:
+        rows = config.run.total_epochs * len(prompts.loader)
+        steps = max(1, rows // prompts.loader.batch_size)
+        changes["rl.trainer.total_training_steps"] = steps
+    return config.replaced(changes), prompts
 
 
 def _limit_rows(rows: list[Row], count: int, config: RunConfig) -> list[Row]:
@@ -202,9 +198,9 @@ def _train(
     for sentence in left_out.bad:
         say(f"rl: {sentence}")
     long = f" ({left_out.long} too long, left out)" if left_out.long else ""
+    headline = rl_run.headline(config.rl, prompts.loader.batch_size)
     say(
-        f"{rl_run.headline(config.rl)}, {len(prompts.loader)} prompts{long}, "
-        f"{len(prompts.validation)} for validation"
+        f"{headline}, {len(prompts.loader)} prompts{long}, {len(prompts.validation)} for validation"
     )
     run = rl_run.RLRun(
         model,
@@ -310,10 +306,17 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         yield f"estimate  for {ranks} × {kind or 'CPU'}; every row as long as the longest"
         machines = auto_placement.rl_candidate(rl), ranks, min(ranks, per_node or ranks), kind
         fixed = auto_placement.fixed_settings(rl)
-        estimate = auto_placement.step_estimate(work, *machines, fixed)
-        yield from estimate.lines
-        seconds = estimate.seconds
-    yield from run_folder.plan_lines(config.run, trainer.total_training_steps, seconds)
+        seconds, lines = auto_placement.step_estimate(work, *machines, fixed)
+        yield from lines
+    length = config.data.max_response_length
+    settings = run_settings(rl, length, config.seed)
+    defaults = run_settings(RLConfig(), length, config.seed)
+    yield from run_folder.plan_lines(
+        config.run,
+        trainer.total_training_steps,
+        seconds,
+        lambda checkpoint: changed_settings(checkpoint, settings, MAY_CHANGE, defaults),
+    )
 
 
 def _layout_lines(rl: RLConfig) -> Iterator[str]:

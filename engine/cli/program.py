@@ -1,7 +1,5 @@
 """The frame of every `python -m engine.main_…`: arguments, help, signals and exit status."""
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import signal

@@ -101,11 +101,10 @@ def _entries(section: str) -> Iterator[tuple[str, Words, Any]]:
 
 
 @cache
-def _sections() -> dict[str, dict[str, Any]]:
+def _sections() -> dict[str, dict[str, object]]:
     text = Path(__file__).with_name("verl_keys.yaml").read_text(encoding="utf-8")
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the other one takes 0.1 s
-    sections: dict[str, dict[str, Any]] = yaml.load(text, loader)
-    return sections
+    return yaml.load(text, loader)
 
 
 def _with_words(text: str, words: Words) -> str:
@@ -237,7 +236,7 @@ class Resolved(Generic[C]):
         """Return what a setting is: as overridden, or its default."""
         if path in self.overrides and self.overrides[path].value is not None:
             return self.overrides[path].value
-        value: Any = self.config
+        value = self.config
         for name in path.split("."):
             value = value.get(name) if isinstance(value, dict) else getattr(value, name)
         return value
@@ -391,6 +390,26 @@ def split_argument(argument: str) -> tuple[str, object]:
         return key, yaml.safe_load(text)
     except yaml.YAMLError:
         raise ConfigError(f"{key}: the value {text!r} is not valid YAML; quote it") from None
+
+
+def section_of_arguments(
+    section: type[C], prefix: str, arguments: Sequence[str], fixed: Mapping[str, object]
+) -> C:
+    """Return one section from `key=value` arguments, which may start with `prefix` ("data.")."""
+    values: dict[str, Any] = dict(fixed)
+    for argument in arguments:
+        key, value = split_argument(argument)
+        *parents, name = key.removeprefix(prefix).split(".")
+        inner = values
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{key}: {parent} is a value, not a section")
+        inner[name] = value
+    try:
+        return section.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from None
 
 
 def setting_paths(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type | None]]:

@@ -7,8 +7,6 @@ function of verl's kind (one completion at a time) is called for each row.
 The module's name is part of recorded settings, and reward processes load it: it stays, and light.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json
@@ -60,7 +58,7 @@ def each_row(function: Callable[..., Any]) -> Callable[..., object]:
         for row in zip(sources, completions, truths, extras, strict=True):
             yield function(**dict(zip(names, row, strict=True)))
 
-    def score(result: Any) -> Any:
+    def score(result: object) -> Any:
         return result["score"] if isinstance(result, dict) else result
 
     def reward(prompts: Any, completions: Any, *, ground_truth: Any, **columns: Any) -> Any:

@@ -1,14 +1,11 @@
 """One RL run, for the command line and the Flyte task: data and model in, a better model out."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.batch import Batch
 from engine.checkpoint import CheckpointStore
@@ -28,15 +25,12 @@ from engine.samples.sample_files import VALIDATION
 from engine.samples.writer import RolloutLog
 from engine.storage.filesystem import write_atomically
 from engine.storage.json_rows import Row
+from engine.tracking import StageRun, Tracker
 from engine.tracking.metric_logs import MetricLogs, open_metric_logs
 from engine.trainers.huggingface_export import resolve_checkpoint, write_policy
 from engine.trainers.resume import SCORE, FinalModel, choose_final_model, run_with_retries
 from engine.trainers.rl import Metrics, RLTrainer
 from engine.trainers.run_spec import resolve_placement
-
-if TYPE_CHECKING:
-    from engine.tracking import StageRun
-
 
 _LONGEST = 200  # characters of a text that are printed
 _MLFLOW_RUN = "mlflow_run"  # file with the id of the run, beside the checkpoints
@@ -302,11 +296,10 @@ def _rollout_log(run: RLRun, log: RunLog) -> RolloutLog:
     )
 
 
-def headline(config: RLConfig) -> str:
+def headline(config: RLConfig, prompts: int) -> str:
     return (
         f"rl: {config.algorithm.adv_estimator} on {config.trainer.placement}, rollout by "
-        f"{config.rollout.engine}, {config.trainer.train_batch_size} prompts × {config.rollout.n} "
-        "completions a step"
+        f"{config.rollout.engine}, {prompts} prompts × {config.rollout.n} completions a step"
     )
 
 
@@ -319,8 +312,6 @@ def open_log(
     resumes, trains = any(checkpoints.glob("step_*")), not getattr(output, "val_only", False)
     with contextlib.ExitStack() as stack:
         if "mlflow" in output.logger:
-            from engine.tracking import Tracker
-
             tracker = Tracker(experiment=output.project_name)
             tracker.check()
             known = checkpoints / _MLFLOW_RUN

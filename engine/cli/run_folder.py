@@ -1,9 +1,6 @@
 """The folder of a run: made before any compute; whole models, and what made a run fail, in it."""
 
-from __future__ import annotations
-
 import contextlib
-import re
 import shutil
 import tempfile
 import time
@@ -13,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine import errors
-from engine.checkpoint.store import CheckpointStore
+from engine.checkpoint import Checkpoint, find_latest
 from engine.cli.settings import RunOutputConfig
 from engine.console import human_time
 from engine.redaction import presentable
@@ -76,14 +73,24 @@ def checkpoint_folder(folder: Path, resume_mode: str) -> Path:
     return folder / f"checkpoints.{time.strftime('%Y%m%d-%H%M%S')}"
 
 
-def plan_lines(run: RunOutputConfig, steps: int, step_seconds: float | None) -> Iterator[str]:
-    """Yield what of a run is done already, and what the rest takes and costs, for a dry run."""
+def plan_lines(
+    run: RunOutputConfig,
+    steps: int,
+    step_seconds: float | None,
+    check: Callable[[Checkpoint], object],
+) -> Iterator[str]:
+    """Yield what of a run is done already, and what the rest takes and costs, for a dry run.
+
+    `check` raises for a checkpoint that the run could not resume from.
+    """
     checkpoints = checkpoint_folder(run.folder(), run.resume_mode)
-    names = CheckpointStore(checkpoints).complete() if checkpoints.is_dir() else []
-    numbers = re.findall(r"^step_(\d+)", "\n".join(names), re.MULTILINE)
-    done = max(map(int, numbers), default=0)
+    checkpoint = find_latest(checkpoints) if checkpoints.is_dir() else None
+    saved, done = f"nothing in {checkpoints}", 0
+    if checkpoint is not None:
+        check(checkpoint)
+        done = checkpoint.step
+        saved = f"step {done} of {steps} is in {checkpoints}"
     rest = max(0, steps - done)
-    saved = f"step {done} of {steps} is in {checkpoints}" if done else f"nothing in {checkpoints}"
     yield f"cached    {saved}; {rest} steps are to be done"
     if step_seconds is None:
         return

@@ -1,7 +1,5 @@
 """The configurations of runs from files on this machine, and the ranks that a run is split over."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal

@@ -4,8 +4,6 @@ Dictionaries have the keys of `main_ppo`, or the short names of `engine/cli/verl
 also says which attributes of `TrainingArguments` and the like are read or refused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path

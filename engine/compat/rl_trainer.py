@@ -3,8 +3,6 @@
 Each becomes the arguments of `engine.trainers.rl.RLTrainer`, which does the work.
 """
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import re

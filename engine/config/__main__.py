@@ -1,7 +1,5 @@
 """Print every setting with its default and meaning: as a page, or as a JSON schema."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

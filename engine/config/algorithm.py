@@ -1,7 +1,5 @@
 """How rewards or a teacher become a loss: advantages, KL and distillation."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

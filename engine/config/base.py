@@ -1,7 +1,5 @@
 """The base class of all sections."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Self, get_args, get_origin
@@ -79,7 +77,7 @@ class NamedSection(Section):
         return {"anyOf": [{"type": "string"}, handler(schema)]}
 
 
-def filled_up(section: object, values: Mapping[str, Any]) -> Mapping[str, Any]:
+def filled_up(section: object, values: Mapping[str, object]) -> Mapping[str, object]:
     """Return `values` with the rest from `section`, at every depth; as it is without a section."""
     if not isinstance(section, Section):
         return values

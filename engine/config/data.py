@@ -1,7 +1,5 @@
 """What to learn from, and the policy's shape."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

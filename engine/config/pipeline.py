@@ -1,7 +1,5 @@
 """All stages together: pairs, evaluation, promotion, retraining, tracking, and the whole."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

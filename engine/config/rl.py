@@ -1,7 +1,5 @@
 """The roles of an RL run and the loop around them, with rewards, recorded steps and GPU kinds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
@@ -200,7 +198,7 @@ class RolloutConfig(TokenSamplingConfig):
     """async on native and vllm: what new weights do with the keys and values of unfinished
     completions: recompute, so that log-probs are of their version alone, or keep (PipelineRL)"""
     enable_rollout_routing_replay: bool = False
-    """MoE models on native: record experts for actor.router_replay.mode=R3"""
+    """MoE models: record experts for actor.router_replay.mode=R3"""
     cuda_graphs: bool = False
     """native on a GPU: replay decode steps of the Llama family as CUDA graphs"""
     lora: Literal["", "merged", "adapter"] = ""
@@ -231,6 +229,9 @@ class TrainerConfig(LoopConfig):
     mode: str = "sync"
     """Rollout source: sync, one_step_off, async, or your own: who waits for whom"""
     delta_sync: bool = Field(False, description="Send rollout processes only changed weights")
+    weight_transfer: Literal["auto", "nccl", "gloo", "store"] = "auto"
+    """async: how samplers get whole weights. nccl, gloo: a broadcast to vLLM, which decodes on;
+    store: through Ray's; auto: nccl where policy and samplers have whole GPUs, else store"""
     staleness: int = Field(1, ge=0, description="async: versions that a completion may be behind")
     rollout_workers: int = Field(1, ge=1)
     """one_step_off, async: processes that only decode and validate, each with a whole policy; what

@@ -1,7 +1,5 @@
 """How completions are sampled: vLLM, rollout servers, and episodes of several turns."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Literal

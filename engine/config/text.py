@@ -1,7 +1,5 @@
 """Configurations as text: read from files and dictionaries, and listed with their meaning."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator
@@ -40,7 +38,7 @@ def digest(section: BaseModel) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def parse_config(values: dict[str, Any]) -> PipelineConfig:
+def parse_config(values: dict[str, object]) -> PipelineConfig:
     """Build a PipelineConfig; raise ConfigError with one line a wrong key."""
     try:
         return PipelineConfig.model_validate(values)
@@ -66,7 +64,7 @@ def read_settings(text: str) -> Any:
     return json.loads(json.dumps(values, default=str))
 
 
-def read_yaml(file: Path, name: str) -> dict[str, Any]:
+def read_yaml(file: Path, name: str) -> dict[str, object]:
     """Return the sections of a YAML file, which messages call `name`; raises ConfigError."""
     try:
         values = yaml.safe_load(file.read_text())

@@ -1,7 +1,5 @@
 """Optimizer, sharding over ranks, and training on rows of a dataset."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -37,9 +35,10 @@ class ParallelConfig(Section):
     copied to the device for each use (FSDP2's CPUOffloadPolicy)"""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in CPU memory between updates"""
-    activation_checkpointing: bool | None = None
-    """Keep layers' inputs only and recompute the rest in backward; null: no, and RL on a GPU does
-    where its memory would be too small"""
+    activation_checkpointing: bool | Literal["selective"] | None = None
+    """Keep layers' inputs only and recompute the rest in backward; selective: keep the outputs of
+    attention and every second matrix product, too; null: no, and RL on a GPU chooses by its memory
+    """
     activation_offload: bool = False
     """Checkpoint activations, and keep the layers' inputs in pinned CPU memory until backward: for
     rows of very many tokens on a GPU"""

@@ -10,9 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
+
+from torch.distributed import PrefixStore, TCPStore
 
 from engine.batch import Batch, Future
 from engine.controller import supervision
@@ -21,6 +23,7 @@ from engine.controller.rollout_queue import AdmissionLimits, RolloutQueue
 from engine.controller.timeline import Span
 from engine.errors import EngineError, PlacementError, WeightSyncError, WorkerError
 from engine.rollout.stream import Begun
+from engine.weight_transfer import Backend, BroadcastRound, end_round
 
 if TYPE_CHECKING:
     from engine.controller.groups import ActorGroup, StreamRolloutGroup
@@ -32,12 +35,14 @@ class PublishedWeights:
     """One version of the weights: in full, and as a delta against the version before."""
 
     version: int
-    full: Future[Batch]
+    full: Future[Batch] | None = None  # None: they are broadcast
     delta: Future[Batch] | None = None  # against version `base`
     base: int = -1
+    broadcasts: WeightBroadcasts | None = None
 
     def update_from(self, version: int) -> Future[Batch]:
         """The update for a process with weights of `version` (-1: none)."""
+        assert self.full is not None
         return self.delta if self.delta is not None and version == self.base else self.full
 
 
@@ -95,6 +100,91 @@ class WeightPublisher:
 
 
 log = logging.getLogger(__name__)
+_FAILED_ROUNDS = 3  # in a row, until weights go through the store
+
+
+class WeightBroadcasts(WeightPublisher):
+    """Rounds in which the actor broadcasts its weights to the workers that lack them.
+
+    The trainer's thread begins them, while its actor has nothing else to do. When `_FAILED_ROUNDS`
+    in a row have failed, weights are published as by the base.
+    """
+
+    def __init__(
+        self,
+        actor: ActorGroup,
+        backend: Backend,
+        host: str,
+        *,
+        ranks: int,
+        deadline_s: float,
+        wait_s: float,
+    ) -> None:
+        """Serve their store at `host`, this machine's address.
+
+        `ranks`: vLLM's processes of a worker. A worker that keeps others waiting has `deadline_s`,
+        and the actor, which may have a step to finish first, `wait_s`.
+        """
+        super().__init__(actor, deltas=False)
+        self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
+        self._last = BroadcastRound(host, self._store.port, 0, 0, (), 0, backend, -1, deadline_s)
+        self._ranks, self._wait_s = ranks, wait_s
+        self._members: dict[str, int] = {}  # attempts of the workers in the group
+        self._sending: Future[None] | None = None
+        self._failed = 0  # rounds in a row
+        self.rounds: dict[str, BroadcastRound] = {}  # by worker, until it has loaded the weights
+        self.begun: set[str] = set()  # workers that receive, or have received
+
+    @property
+    def sent(self) -> bool:
+        """Whether all workers of the round have received the weights."""
+        return self._sending is None
+
+    @property
+    def idle(self) -> bool:
+        return self.sent and not self.rounds
+
+    def publish(self, version: int) -> PublishedWeights:
+        if self._failed < _FAILED_ROUNDS:
+            return PublishedWeights(version, broadcasts=self)
+        log.warning("weights go through Ray's store from now on: broadcasts failed")
+        return super().publish(version)
+
+    def begin(self, members: dict[str, int], version: int) -> None:
+        """Begin a round for these attempts of workers, in a new group where they are others."""
+        members, number = dict(sorted(members.items())), self._last.number + 1
+        self._last = sent = replace(
+            self._last,
+            number=number,
+            group=self._last.group if members == self._members else number,
+            names=tuple(name for name in members for _ in range(self._ranks)),
+            version=version,
+        )
+        self._members, self.begun = members, set()
+        self.rounds = {
+            name: replace(sent, rank=1 + at * self._ranks, deadline_s=self._wait_s)
+            for at, name in enumerate(members)
+        }
+        self._sending = self._actor.broadcast_weights(sent)
+
+    def poll(self) -> str | None:
+        """Why the round has failed, if it has since the last call; raise what the actor raised."""
+        if self._sending is None or not self._sending.done():
+            return None
+        sending, self._sending = self._sending, None
+        try:
+            sending.result()
+        except WeightSyncError as error:
+            self.rounds, self._members = {}, {}
+            self._failed += 1
+            return str(error)
+        self._failed = 0
+        return None
+
+    def lost(self, worker: str, cause: str) -> None:
+        """End the round if it waits for this worker."""
+        if self.rounds.pop(worker, None) is not None and not self.sent:
+            end_round(PrefixStore(f"round{self._last.number}", self._store), cause)
 
 
 @dataclass(slots=True)
@@ -223,6 +313,7 @@ class AsyncRollout:
         deadline = time.monotonic() + self._timeout_s
         with self._changed:
             while True:
+                self._broadcast()
                 if self._error is not None:
                     raise self._error
                 if (batch := self.queue.take()) is not None:
@@ -247,6 +338,7 @@ class AsyncRollout:
             apart = self._apart = ApartSampling(prompts, draws, version, workers)
             try:
                 while (batch := apart.result()) is None:
+                    self._broadcast()
                     if self._error is not None:
                         raise self._error
                     if not self._changed.wait(max(0.0, deadline - time.monotonic())):
@@ -276,6 +368,7 @@ class AsyncRollout:
             self._weights = weights
             self.queue.admission = self.queue.admission.updated(weights.version)
             self._act(*self.fleet.updated(weights.version, time.monotonic()))
+            self._broadcast()
 
     def metrics(self) -> dict[str, float]:
         """Totals since the start, and the groups in flight and queued."""
@@ -315,8 +408,23 @@ class AsyncRollout:
             if self._closing:
                 return
             self._closing = True
+            if self._weights.broadcasts is not None:
+                for name in self.fleet.workers:
+                    self._weights.broadcasts.lost(name, "the rollout has ended")
         self._thread.join(timeout=30)
         self._processes.close(timeout_s=30)
+
+    def _broadcast(self) -> None:
+        """Begin a round for the workers that wait for weights; of the trainer's thread."""
+        broadcasts, version = self._weights.broadcasts, self._weights.version
+        if broadcasts is None or not broadcasts.idle:
+            return
+        self._weights = broadcasts.publish(version)
+        if self._weights.broadcasts is None:
+            return
+        processes = self._processes.running.items()
+        if due := {name: process.attempt for name, process in processes if process.sync}:
+            broadcasts.begin(due, version)
 
     def _request_reports(self) -> None:
         """Have workers report their unfinished groups; the lock is released meanwhile."""
@@ -348,6 +456,10 @@ class AsyncRollout:
 
     def _run_once(self, now: float) -> bool:
         progress = self._poll_started(now)
+        broadcasts = self._weights.broadcasts
+        if broadcasts is not None and (cause := broadcasts.poll()) is not None:
+            log.warning("a broadcast of weights failed: %s", cause)
+            progress = True
         for name, process in list(self._processes.running.items()):
             if process.call is not None and process.call.done():
                 self._handle_result(name, process, now)
@@ -377,14 +489,12 @@ class AsyncRollout:
         return progress
 
     def _call(self, name: str, process: RolloutProcess, now: float) -> bool:
-        if process.sync:
-            process.sync = False
-            has = -1 if process.needs_full_weights else self.fleet.workers[name].version
-            process.loads = self._weights.update_from(has)
-            process.call = process.group.load_weights(process.loads)
+        if process.sync and self._sync(name, process):
             return True
         if name not in self.fleet.serving:
-            return False
+            if process.sync and now >= process.idle_until:  # it waits for the trainer
+                process.call = process.group.poll(None, 0.0, name in self._reporting)
+            return process.call is not None
         if self._apart is not None and self._apart.version == self.fleet.workers[name].version:
             prompts = self._apart.give(name)
             if prompts is not None:
@@ -402,6 +512,25 @@ class AsyncRollout:
         prompts = Batch.concat(fresh) if fresh else None
         process.call = process.group.poll(prompts, _SLICE_S, name in self._reporting)
         return True
+
+    def _sync(self, name: str, process: RolloutProcess) -> bool:
+        """Have a worker load newer weights, or receive them; whether there is anything to do."""
+        broadcasts = self._weights.broadcasts
+        if broadcasts is None:
+            process.sync = False
+            has = -1 if process.needs_full_weights else self.fleet.workers[name].version
+            process.loads = self._weights.update_from(has)
+            process.call = process.group.load_weights(process.loads)
+        elif (broadcast := broadcasts.rounds.get(name)) is None:
+            return False
+        elif name not in broadcasts.begun:
+            broadcasts.begun.add(name)
+            process.call = process.group.receive_weights(broadcast)
+        elif broadcasts.sent:
+            del broadcasts.rounds[name]
+            process.sync = False
+            process.call = process.group.load_received(broadcast.version)
+        return process.call is not None
 
     def _handle_result(self, name: str, process: RolloutProcess, now: float) -> None:
         (call, process.call), (loads, process.loads) = (process.call, None), (process.loads, None)
@@ -424,7 +553,7 @@ class AsyncRollout:
             process.needs_full_weights = False
             self._event(name, process.attempt, supervision.Synced(result), now)
             return
-        if result is None:  # `begin_apart`
+        if result is None:  # `begin_apart`, `receive_weights`
             return
         if self._apart is not None:
             self._apart.finish(name, result.apart)
@@ -456,6 +585,8 @@ class AsyncRollout:
                     log.warning("rollout worker given up: %s", cause)
                     self.causes.append(cause)
                     self._report_done(worker)
+                    if self._weights.broadcasts is not None:
+                        self._weights.broadcasts.lost(worker, cause.partition("\n")[0])
                     if self._apart is not None:
                         self._apart.lost(worker)
                     self._processes.kill(worker)

@@ -5,7 +5,8 @@ The caller has the processes, Ray and clocks; `now` is any monotonic clock in se
 has which prompt is in `rollout_queue`. The transitions out of each state, and their [actions]:
 
     STARTING    Started [SyncWeights] -> SYNCING
-    SYNCING     Synced -> SERVING; version too old by now [SyncWeights], and no new deadline
+    SYNCING     Synced -> SERVING; version too old by now [SyncWeights], and no new deadline;
+                Heartbeat, while it waits for the trainer's broadcast: a new deadline
     SERVING     silence -> SUSPECT; the trainer is too far ahead [SyncWeights] -> SYNCING
     SUSPECT     Heartbeat -> SERVING, or SYNCING if its weights are too old now [SyncWeights]
     DEAD        the back-off is over [Replace] -> REPLACING
@@ -125,7 +126,7 @@ class HealthPolicy:
     suspect_after: float = 5.0  # silence that makes a worker SUSPECT
     dead_after: float = 20.0  # silence that makes it DEAD
     start_timeout: float = 300.0  # from Replace to Replaced, and again from there to Started
-    sync_timeout: float = 120.0  # from SyncWeights to Synced, while it doesn't serve
+    sync_timeout: float = 120.0  # from SyncWeights, or a heartbeat, to Synced
     max_restarts: int = 3  # restarts within `window`; at the next death it is FAILED
     window: float = 600.0  # deaths longer ago are forgotten if the worker has served since
     backoff: float = 1.0  # before the first restart; doubles with each death in the window
@@ -222,6 +223,8 @@ class Fleet:
                 worker = replace(worker, version=max(worker.version, version))
                 if worker.state is HealthState.SYNCING:
                     return self._admit(worker, now, now)
+            case Heartbeat(), HealthState.SYNCING:  # it waits for the trainer
+                return replace(worker, deadline=now + self.policy.sync_timeout), ()
             case Heartbeat(), HealthState.SERVING:
                 return replace(worker, last_heartbeat=max(worker.last_heartbeat, now)), ()
             case Heartbeat(), HealthState.SUSPECT:

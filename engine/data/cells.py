@@ -3,8 +3,6 @@
 It loads neither pandas nor torch.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +41,8 @@ def as_text(value: object) -> str:
 
 
 def plain(value: object) -> object:
-    """Let JSON write what a frame read from Parquet holds."""
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+    """Arrays and NumPy's numbers as lists and numbers, others as text; a `default` of `json`."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def texts_of(value: object) -> Iterator[str]:

@@ -3,8 +3,6 @@
 The layout is that of `engine.batch`. It loads no pandas.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@
 sentence with split, column, problem and rows (from 0).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TypeGuard

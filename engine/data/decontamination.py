@@ -3,14 +3,12 @@
 Only the held-out texts are kept in memory, so a training set may be of any size.
 """
 
-from __future__ import annotations
-
 import re
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import pandas as pd
 
@@ -52,7 +50,7 @@ class HeldOut:
     _counted: int = 0  # texts that `_runs` was counted for
 
     @classmethod
-    def of(cls, config: DataConfig) -> HeldOut:
+    def of(cls, config: DataConfig) -> Self:
         """Hold out the prompts of the evaluation sets in `data.decontaminate.against`."""
         settings = config.decontaminate
         held_out = cls(settings.ngram, settings.overlap)
@@ -62,7 +60,7 @@ class HeldOut:
         return held_out
 
     def add(self, text: str) -> None:
-        words = _words(text)
+        words = words_of(text)
         self._hashes.add(hash(words))
         for run in self._runs_of(words) if self.overlap else ():
             self._texts.setdefault(run, []).append(self._added)
@@ -70,7 +68,7 @@ class HeldOut:
 
     def find(self, text: str) -> Match:
         """How a text is in the held-out ones; empty where it isn't."""
-        words = _words(text)
+        words = words_of(text)
         if hash(words) in self._hashes:
             return "exact"
         if self._counted != self._added:
@@ -135,7 +133,8 @@ def question_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     return prompt_text([m for m in prompt if m["role"] != "system"] or prompt)
 
 
-def _words(text: str) -> tuple[str, ...]:
+def words_of(text: str) -> tuple[str, ...]:
+    """A text's words without case and punctuation."""
     return tuple(_WORD.findall(text.casefold()))
 
 

@@ -9,8 +9,6 @@ last written at or before it, and its content was not ingested before: the same 
 same files whenever it runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterator, Sequence

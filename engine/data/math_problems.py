@@ -4,8 +4,6 @@ GSM8K's rows have `question` and `answer`, which ends in `#### 28`; MATH's (arXi
 `problem` and `solution`. `PRESETS` has verl's instructions; the source `gsm8k` asks without any.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

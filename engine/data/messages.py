@@ -5,8 +5,6 @@ the row is refused. In canonical form `content` is text, arguments of calls are 
 field is None.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -28,14 +26,14 @@ _ALIASES = {"reasoning": "reasoning_content", "thinking": "reasoning_content"}
 _TEXTS = ("name", "tool_call_id", "reasoning_content")
 
 
-def canonical_messages(cell: object, where: str) -> list[dict[str, Any]]:
+def canonical_messages(cell: object, where: str) -> list[dict[str, object]]:
     """Messages in canonical form; DataError that begins with `where` for what none of them has."""
     if not isinstance(cell, list | tuple | np.ndarray):
         raise DataError(f"{where}: {brief(cell)} is no list of messages")
     return [canonical_message(message, where) for message in cell]
 
 
-def canonical_message(message: object, where: str) -> dict[str, Any]:
+def canonical_message(message: object, where: str) -> dict[str, object]:
     """One message in canonical form; see `canonical_messages`."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise DataError(
@@ -83,7 +81,7 @@ def _text(content: object, role: str, where: str) -> str:
     return content
 
 
-def _calls(cell: object, where: str) -> list[dict[str, Any]]:
+def _calls(cell: object, where: str) -> list[dict[str, object]]:
     """Calls of tools in OpenAI's form."""
     if not isinstance(cell, list | tuple | np.ndarray):
         raise DataError(f"{where}: tool_calls is {brief(cell)}; give a list")
@@ -101,7 +99,7 @@ def _calls(cell: object, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _call(call_id: object, function: dict[str, Any]) -> dict[str, Any]:
+def _call(call_id: object, function: dict[str, object]) -> dict[str, object]:
     """A call of a tool in OpenAI's form."""
     call = {} if is_missing(call_id) else {"id": str(call_id)}
     return call | {"type": "function", "function": function}
@@ -141,7 +139,7 @@ def for_template(message: Mapping[str, Any], *, as_text: bool = False) -> dict[s
     return fields | ({"tool_calls": calls} if calls else {})
 
 
-def row_tools(cell: object, where: str) -> list[dict[str, Any]]:
+def row_tools(cell: object, where: str) -> list[dict[str, object]]:
     """The JSON schemas in a row's column `tools`, a list or JSON text; empty where it has none."""
     try:
         tools = json.loads(cell) if isinstance(cell, str) and cell.strip() else cell
@@ -153,7 +151,7 @@ def row_tools(cell: object, where: str) -> list[dict[str, Any]]:
     return canonical_tools(map(_without_none, each), f"{where}: column 'tools'")
 
 
-def canonical_tools(tools: Iterable[object], where: str) -> list[dict[str, Any]]:
+def canonical_tools(tools: Iterable[object], where: str) -> list[dict[str, object]]:
     """JSON schemas of functions as templates read them; DataError for what is none."""
     schemas = []
     for tool in tools:
@@ -170,7 +168,7 @@ def canonical_tools(tools: Iterable[object], where: str) -> list[dict[str, Any]]
     return schemas
 
 
-def _without_none(value: Any) -> Any:
+def _without_none(value: object) -> Any:
     """A JSON schema without the fields that are None, which are other schemas' in Parquet."""
     if isinstance(value, Mapping):
         return {key: _without_none(entry) for key, entry in value.items() if entry is not None}

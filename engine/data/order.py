@@ -196,10 +196,7 @@ class EpochOrder:
 
 
 class WeightedOrder:
-    """Each row from a source that is drawn by weight, until all rows of it were used enough.
-
-    Within a source every row comes once an epoch.
-    """
+    """Each row from a source that is drawn by weight, until all rows of it were used enough."""
 
     def __init__(
         self,

@@ -6,8 +6,6 @@ of steps `{prompt, completions, labels}`, one to fine-tune on `{prompt, response
 where it has more than that. Files may have messages as responses, also whole conversations.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from engine.errors import DataError
 from engine.storage.json_rows import Row
 
 Kind = Literal["pairs", "labels", "steps", "responses"]
+Response = str | dict[str, Any]  # what the assistant says: text, or its message where it has more
 _LABELS = {"true": True, "false": False, "1": True, "0": False}
 
 
@@ -75,7 +74,7 @@ def _pair_row(row: Row, where: str) -> Row:
     prompt, (chosen, rejected) = _conversation(row, ("chosen", "rejected"), where)
     if chosen == rejected:
         raise DataError(f"{where}: columns 'chosen' and 'rejected' are the same; remove the row")
-    margin: Any = 0.0 if is_missing(row.get("margin")) else row["margin"]
+    margin = 0.0 if is_missing(row.get("margin")) else row["margin"]
     is_number = isinstance(margin, int | float | np.number) and not isinstance(margin, bool)
     if not is_number or not math.isfinite(margin):
         raise DataError(f"{where}: column 'margin' is {brief(margin)}; give a finite number")
@@ -136,7 +135,7 @@ def _response_row(row: Row, where: str) -> Row:
 
 def _conversation(
     row: Row, names: Sequence[str], where: str
-) -> tuple[list[dict[str, Any]], list[Response]]:
+) -> tuple[list[dict[str, object]], list[Response]]:
     """The messages before the responses `names`, and each of these."""
     prompt = None if is_missing(row.get("prompt")) else prompt_messages(row["prompt"], where)
     heads, responses = [], []
@@ -160,9 +159,6 @@ def _conversation(
             "the last message alone"
         )
     return heads[0], responses
-
-
-Response = str | dict[str, Any]  # what the assistant says: text, or its message where it has more
 
 
 def _response(cell: object, name: str, where: str) -> tuple[list[dict[str, Any]], Response]:

@@ -5,8 +5,6 @@ subset is its default, a split may be a slice such as `train[:10%]`. `MappedRows
 `read_file_rows` returns all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,7 +105,7 @@ def hub_rows(address: str) -> Iterator[Numbered]:
     from datasets import load_dataset
 
     with _refusals(dataset):
-        table: Any = load_dataset(
+        table = load_dataset(
             dataset.id, dataset.subset or None, split=dataset.split, revision=hub_commit(dataset)
         ).with_format("arrow")
     if not len(table):

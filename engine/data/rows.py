@@ -4,8 +4,6 @@ A canonical row has the contract's columns and any others of its file, chat mess
 and its ground truth in `reward_model` alone. This module loads neither pandas nor torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, TypeVar
@@ -55,7 +53,7 @@ def prompt_text(prompt: str | Sequence[Mapping[str, object]]) -> str:
     return "\n".join(str(message["content"]) for message in prompt)
 
 
-def is_continued(messages: Sequence[Mapping[str, Any]]) -> bool:
+def is_continued(messages: Sequence[Mapping[str, object]]) -> bool:
     """Whether the last message is the assistant's, which a prompt leaves open."""
     return len(messages) > 0 and messages[-1]["role"] == "assistant"
 
@@ -70,7 +68,7 @@ def normalise(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
-def is_messages(value: object) -> TypeGuard[Sequence[dict[str, Any]]]:
+def is_messages(value: object) -> TypeGuard[Sequence[dict[str, object]]]:
     """Chat messages: a sequence of {"role": str, "content": str}; Parquet gives it as an array."""
     return isinstance(value, list | tuple | np.ndarray) and all(
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
@@ -227,7 +225,7 @@ def reward_model(row: Row, where: str) -> Row:
     return {**rule, TRUTH: column}
 
 
-def prompt_messages(cell: object, where: str) -> list[dict[str, Any]]:
+def prompt_messages(cell: object, where: str) -> list[dict[str, object]]:
     """The cell of `prompt` as canonical messages; DataError for what is neither text nor messages.
 
     What is said of fine-tuning, `weight`, is left out: a prompt has nothing to learn.

@@ -5,14 +5,12 @@ my_module:MySource`). `files` finds splits by the names of files, and takes a va
 split that is missing from the training rows; the sizes of the splits bound its memory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import pandas as pd
 
@@ -54,7 +52,7 @@ class Splits:
         """The five tables and, as `test_<name>`, the evaluation sets."""
         return self.frames() | {f"test_{name}": frame for name, frame in self.evaluation.items()}
 
-    def with_tables(self, tables: Mapping[str, pd.DataFrame]) -> Splits:
+    def with_tables(self, tables: Mapping[str, pd.DataFrame]) -> Self:
         """These splits with other tables, all of them."""
         five: dict[str, Any] = {name: tables[name] for name in self.frames()}
         return replace(self, **five, evaluation={n: tables[f"test_{n}"] for n in self.evaluation})
@@ -65,7 +63,6 @@ class Source(Protocol):
 
     def digest(self, config: DataConfig, seed: int) -> str:
         """The SHA-256 of what `load` would read, without building rows."""
-        ...
 
     def load(self, config: DataConfig, seed: int) -> Splits: ...
 

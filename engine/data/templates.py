@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from engine.data.chat_template import (
@@ -74,7 +74,7 @@ def _generation_text(
 
 def _escaped(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
-) -> tuple[list[dict[str, Any]], Callable[..., list[int]]]:
+) -> tuple[list[dict[str, object]], Callable[..., list[int]]]:
     """Messages with stand-ins for control tokens that they spell, and what encodes their text."""
     control, chat = control_tokens(tokenizer), [dict(message) for message in messages]
     if control.spelled_in(messages):

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -289,7 +289,7 @@ def _check_differ(chosen: list[int], rejected: list[int], where: str = "") -> No
         )
 
 
-def _message(response: Response) -> dict[str, Any]:
+def _message(response: Response) -> dict[str, object]:
     return {"role": "assistant", "content": response} if isinstance(response, str) else response
 
 

@@ -9,8 +9,6 @@ question. An answer is a line of GSM8K's calculator marks a step, then `#### <nu
     #### 28
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -1,7 +1,5 @@
 """The algorithms as they read in a paper: one short function each over roles."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

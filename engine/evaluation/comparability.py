@@ -3,18 +3,12 @@
 The problems themselves are compared by `results.prompt_digest`.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from engine.config import DataConfig, EvaluateConfig
 from engine.errors import LineageError
 from engine.redaction import redact_values
 from engine.rewards import scorer_identity
+from engine.storage.artifacts import Manifest
 from engine.tracking.connection import flatten
-
-if TYPE_CHECKING:
-    from engine.storage.artifacts import Manifest
 
 KEYS = ("data", "evaluate", "seed", "scorer")
 Settings = dict[str, object]  # JSON values by key

@@ -5,8 +5,6 @@ prompts. What is drawn goes by a prompt's number (`SamplingParams.first_prompt`)
 of copies changes no completion.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress

@@ -4,8 +4,6 @@ Each compares the last quarter of the steps with the first one; the noise is tha
 steps. A signal never stops a run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -43,6 +41,7 @@ class _Change(NamedTuple):
     """How a metric changes from the first quarter of its values to the last one."""
 
     gain: float
+    last: float
     error: float  # standard error of the gain
     text: str
 
@@ -55,7 +54,9 @@ def _change(values: np.ndarray) -> _Change | None:
     size = max(1, len(values) // 4)
     noise = float(np.mean(np.diff(values) ** 2)) / 2  # von Neumann's: a trend adds little
     first, last, error = values[:size].mean(), values[-size:].mean(), math.sqrt(2 * noise / size)
-    return _Change(float(last - first), error, f"{first:.3g} → {last:.3g} (± {error:.2g})")
+    return _Change(
+        float(last - first), float(last), error, f"{first:.3g} → {last:.3g} (± {error:.2g})"
+    )
 
 
 def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
@@ -66,7 +67,8 @@ def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
     def curve(name: str) -> np.ndarray:
         return np.array([row.get(name, math.nan) for row in history], dtype=float)
 
-    measured = []
+    measured: list[Signal] = []
+    confirmed = False  # by the second grader, which a longer answer doesn't please
     reward, correct = curve("reward/mean"), curve("reward/correct")
     for name, (metric, meaning) in _FLAT.items():
         values = curve(metric)
@@ -79,6 +81,12 @@ def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
         if rise and other:
             enough = max(0.01, right.gain / 2 if right else 0.0)
             flat = other.gain + _LIKELY * other.error < enough
+            if name == "second_grader":
+                confirmed = not flat
+            elif name == "length_adjusted":
+                flat = flat and not confirmed
+            elif right:  # validation that was good from the start has little to gain
+                flat = flat and other.last < right.last
             raised = flat and rise.gain > max(_SURE * rise.error, 1e-6)
             sentence = f"the reward goes {rise.text}, {meaning} {other.text}"
             measured.append(Signal(name, raised, sentence))

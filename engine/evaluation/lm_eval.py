@@ -4,8 +4,6 @@ The harness is optional (`pip install hybridflyte[lm-eval]`, or in another envir
 `evaluate.lm_eval.python` names). Its own figures are taken over with their standard errors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -4,8 +4,6 @@ Pure functions on plain arrays; N is the number of problems, z the standard norm
 (1 + confidence) / 2, 1.96 at 95 %.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

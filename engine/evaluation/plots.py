@@ -4,8 +4,6 @@ They are drawn without pyplot, whose state is the process's. Letters are outline
 looked up where a page is read.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

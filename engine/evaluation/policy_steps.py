@@ -4,8 +4,6 @@ A policy that is trained against a reward model at first gets better by the true
 then may get worse while the model's score goes on rising (Gao et al., arXiv 2210.10760).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 The table of an evaluation holds the problems of all evaluation sets; `TEST` is the run's own split.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -283,7 +281,7 @@ class EvaluatedSet:
 
     def lines(self) -> list[str]:
         """A line with the scores and the contamination, then a line a part."""
-        lines = [f"{described(self.comparison)}; {self.contamination}"]
+        lines = [f"{described(self.comparison)}; known from training: {self.contamination}"]
         if episodes := self.comparison.episodes:
             lines.append("; ".join(measure.line() for measure in episodes))
         lines += [part.line() for part in self.proper_parts]
@@ -295,9 +293,9 @@ class EvaluatedSet:
 
     @property
     def contamination(self) -> str:
-        """E.g. `3 of 512 prompts known from training (0.6%)`."""
+        """How many prompts are known from training, e.g. `3 of 512 prompts (0.6%)`."""
         known, problems = self.known, self.comparison.problems
-        return f"{known} of {problems} prompts known from training ({known / problems:.1%})"
+        return f"{known} of {problems} prompts ({known / problems:.1%})"
 
 
 def read_problems(dataset: Path) -> dict[str, pd.DataFrame]:

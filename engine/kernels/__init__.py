@@ -7,8 +7,6 @@ compiler that fails is named in the log. Sources are in `cpu/`; `training_ops`, 
 shapes they run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import hashlib

@@ -7,8 +7,6 @@ that share a prompt, such as a preference pair, are computed as one, with a mask
 apart; of many with a short one, each has a copy of it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import itertools
@@ -191,8 +189,7 @@ def row_attention(
     query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
 ) -> Tensor:
     """Return attention [1, T, heads, d] of queries [1, heads, T, d]; GQA has fewer key heads."""
-    out: Tensor = _Attention.apply(query, key, value, runs, scale)
-    return out
+    return _Attention.apply(query, key, value, runs, scale)
 
 
 class _Attention(torch.autograd.Function):
@@ -362,8 +359,7 @@ def compiled_attention(
     query: Tensor, key: Tensor, value: Tensor, runs: tuple[Run, ...], scale: float
 ) -> Tensor:
     """Return attention [1, T, heads, d] of queries [1, heads, T, d]; GQA has fewer key heads."""
-    out: Tensor = _CompiledAttention.apply(query, key, value, runs, scale)
-    return out
+    return _CompiledAttention.apply(query, key, value, runs, scale)
 
 
 def attention_forward(

@@ -7,8 +7,6 @@ thread; as one autograd function it is one node, with the same numbers to the bi
 puts these in place of transformers' modules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,31 +29,27 @@ Affine = tuple[Tensor, Tensor | None]  # weight [out, in], bias [out]
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return weight · x / √(mean(x²) + eps) over the last axis; one dtype, float32 inside."""
-    out: Tensor = _RMSNorm.apply(x, weight, eps)
-    return out
+    return _RMSNorm.apply(x, weight, eps)
 
 
 def add_norm(x: Tensor, plus: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
     """Return x + plus and its `norm` (a module), in one pass where loops are compiled."""
     plus = None if plus is None else plus.contiguous()
     if training_ops.takes(x, norm.weight):
-        out: tuple[Tensor, Tensor] = _AddNorm.apply(x, plus, norm.weight, norm.variance_epsilon)
-        return out
+        return _AddNorm.apply(x, plus, norm.weight, norm.variance_epsilon)
     total = x if plus is None else x + plus
     return total, norm(total)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary positions: x · cos + rotate_half(x) · sin; no gradient flows to cos and sin."""
-    out: Tensor = _Rotate.apply(x, cos, sin)
-    return out
+    return _Rotate.apply(x, cos, sin)
 
 
 def linears(x: Tensor, affines: Sequence[Affine]) -> tuple[Tensor, ...]:
     """Apply several linear layers to x [..., in]."""
     flat = [tensor for affine in affines for tensor in affine]
-    out: tuple[Tensor, ...] = _Linears.apply(x, None, *flat)
-    return out
+    return _Linears.apply(x, None, *flat)
 
 
 def rotated_linears(
@@ -76,16 +70,14 @@ def rotated_linears(
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) · up."""
-    out: Tensor = _SiluProduct.apply(gate, up)
-    return out
+    return _SiluProduct.apply(gate, up)
 
 
 def gated_mlp(
     x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor | None = None
 ) -> Tensor:
     """Return residual + down(silu(gate(x)) · up(x)) of three matrices [out, in]."""
-    out: Tensor = _GatedMLP.apply(x, gate, up, down, residual, torch.is_grad_enabled())
-    return out
+    return _GatedMLP.apply(x, gate, up, down, residual, torch.is_grad_enabled())
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -228,7 +220,7 @@ class _Linears(torch.autograd.Function):
                 grad_x = input_gradient(grad_output, weight, grad_x)
             to_weight, to_bias = ctx.needs_input_grad[2 + 2 * index : 4 + 2 * index]
             grad_affines.append(weight_gradient(grad_output, rows) if to_weight else None)
-            grad_affines.append(_column_sums(grad_output) if to_bias else None)
+            grad_affines.append(training_ops.column_sums(grad_output) if to_bias else None)
         return (None if grad_x is None else grad_x.view(x.shape), None, *grad_affines)
 
 
@@ -312,11 +304,6 @@ class _GatedMLP(torch.autograd.Function):
         )
 
 
-def _column_sums(grad_output: Tensor) -> Tensor:
-    compiled = training_ops.takes(grad_output)
-    return training_ops.column_sums(grad_output) if compiled else grad_output.sum(0)
-
-
 def _gated(gate: Tensor, up: Tensor) -> Tensor:
     """Return silu(gate) · up."""
     if training_ops.takes(gate, up):
@@ -394,10 +381,7 @@ def compiled_layer(x: Tensor, weights: LayerWeights, call: LayerCall) -> Tensor:
     """Return the layer's outputs [1, N, H] of `call.read`, or of all T tokens of x [1, T, H]."""
     affines = zip(weights.projections, weights.biases, strict=True)
     flat = [tensor for affine in affines for tensor in affine]
-    out: Tensor = _Layer.apply(
-        x, call, *weights.norms, *weights.mlp, *flat, weights.out, weights.out_bias
-    )
-    return out
+    return _Layer.apply(x, call, *weights.norms, *weights.mlp, *flat, weights.out, weights.out_bias)
 
 
 class _Layer(torch.autograd.Function):

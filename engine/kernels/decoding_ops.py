@@ -6,8 +6,6 @@ operations, over the same weights and caches, and only for sequences that still 
 and without the library the native engine goes on with those.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, c_double, c_int64, c_void_p

@@ -5,8 +5,6 @@ up to eight of torch's. Matrix products and attention are the modules' own, so a
 weights and FSDP's shards are what they were. Liger-Kernel (arXiv:2410.10989) is optional.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -27,8 +25,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
     # Not in place: the gradient of its output may be read elsewhere.
-    out: Tensor = LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
-    return out
+    return LigerRMSNormFunction.apply(x, weight, eps, 0.0, "llama", False)
 
 
 def mlp_forward(module: Any, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
@@ -36,8 +33,7 @@ def mlp_forward(module: Any, plain: Callable[..., Tensor], x: Tensor) -> Tensor:
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
     product = LigerSiLUMulFunction.apply(module.gate_proj(x), module.up_proj(x))
-    out: Tensor = module.down_proj(product)
-    return out
+    return module.down_proj(product)
 
 
 def queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
@@ -50,6 +46,8 @@ def queries_keys_values(module: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tup
     )
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
+    else:  # rotated in place, and selective checkpointing may have kept the products
+        query, key = query.clone(), key.clone()
     rotated = LigerRopeFunction.apply(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
     return *(heads.transpose(1, 2) for heads in rotated), value
 

@@ -10,8 +10,6 @@ MKL computes float32 products on AMD processors at half of oneDNN's rate; in bfl
 choice is the faster one. `choices` decides by a timing that is kept.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import platform
@@ -21,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_double, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -192,7 +190,9 @@ def scatter_rows(x: Tensor, index: Tensor, tokens: int) -> Tensor:
 
 
 def column_sums(x: Tensor) -> Tensor:
-    """Sum over the rows of x [R, W], to [W] in float32."""
+    """Sum over the rows of x [R, W], to [W], in float32 where the loops compute it."""
+    if not takes(x):
+        return x.sum(0)
     threads = torch.get_num_threads()
     shares = torch.empty(threads, x.shape[1], dtype=torch.float32)
     _library().column_sums(x.data_ptr(), *x.shape, threads, shares.data_ptr())
@@ -514,8 +514,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute `linear` by oneDNN, on weights that are not packed."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return out
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
 def input_gradient(grad_output: Tensor, weight: Tensor, plus: Tensor | None = None) -> Tensor:
@@ -571,15 +570,14 @@ class RowsRead:
     count: int
 
     @classmethod
-    def at(cls, index: Tensor) -> RowsRead:
+    def at(cls, index: Tensor) -> Self:
         """Read the tokens at `index` [n], all different, and more up to a `recurring_size`."""
         missing = recurring_size(len(index)) - len(index)
         return cls(F.pad(index, (0, missing)), len(index))
 
     def of(self, x: Tensor) -> Tensor:
         """Take these rows of x [1, T, H]: [1, N, H]."""
-        out: Tensor = _TakeRows.apply(x, self)
-        return out
+        return _TakeRows.apply(x, self)
 
     def scatter(self, grad_output: Tensor, tokens: int) -> Tensor:
         """Return the gradients [T, H] of all tokens, from those [N, H] of the tokens read."""

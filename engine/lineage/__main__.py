@@ -1,7 +1,5 @@
 """`python -m engine.lineage show|diff|verify|keygen`: where artifacts come from, who says so."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -4,27 +4,21 @@ A fault is something that changed or is gone. A note is something that could not
 that doesn't answer is neither: checking ends in a StorageError, and may be tried again.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, StorageError, TrackingError
 from engine.lineage import graph as lineage_graph
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode
-from engine.lineage.lookup import recorded_manifests
+from engine.lineage.lookup import Review, recorded_manifests
 from engine.storage.artifacts import SOURCE, differences
 from engine.storage.digests import MANIFEST, hash_file, tree_digest
 from engine.storage.filesystem import as_path, is_remote
+from engine.tracking import Tracker
 from engine.tracking.model_versions import MANIFEST_TAG, ModelVersion, copy_faults
-
-if TYPE_CHECKING:
-    from engine.lineage.lookup import Review
-    from engine.tracking import Tracker
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,5 @@
 """Compare two artifacts, and say the differences as values and in words."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

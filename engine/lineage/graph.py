@@ -5,8 +5,6 @@ index and among the artifacts of this machine, so that a moved store resolves, a
 held to what is in it. Walks end on cycles, which only forged manifests have.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections import defaultdict, deque

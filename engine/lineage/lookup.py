@@ -4,8 +4,6 @@ A reference is a folder or address of an artifact, a checkpoint, a file or folde
 were made from, the first hex digits of a digest, or a model version `models:/NAME@ALIAS`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter
@@ -14,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -24,12 +21,9 @@ from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode, Graph,
 from engine.storage.artifacts import SOURCE, Draft, Parent, read_manifest
 from engine.storage.digests import MANIFEST, code_version, hash_file, sources_digest, tree_digest
 from engine.storage.filesystem import Files, as_path, is_remote, read_file, translated
-from engine.tracking import model_versions
+from engine.tracking import Tracker, model_versions
+from engine.tracking.connection import URI_VARIABLE, default_uri
 from engine.tracking.model_versions import ARTIFACT_TAG, MANIFEST_TAG, ModelVersion, all_pages
-
-if TYPE_CHECKING:
-    from engine.tracking import Tracker
-
 
 ORIGIN = "origin.json"
 
@@ -73,9 +67,6 @@ PAGE = 1000
 
 def open_registry(uri: str = "") -> Tracker:
     """Return the store at `uri`, or of this machine's settings; TrackingError if it isn't there."""
-    from engine.tracking import Tracker
-    from engine.tracking.connection import URI_VARIABLE, default_uri
-
     tracker = Tracker(uri or default_uri())
     if tracker.database is not None and not tracker.database.is_file():
         raise TrackingError(f"there is no MLflow store at {tracker.uri}; set {URI_VARIABLE}")

@@ -8,8 +8,6 @@ A content security policy permits the page's own style and script, by their dige
 more. Markup, style and script are in `templates/`.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import defaultdict

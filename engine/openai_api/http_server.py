@@ -5,8 +5,6 @@ adds what nginx calls client_header_timeout and send_timeout; and where all conn
 the oldest one that has not sent a whole request makes room.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -4,8 +4,6 @@ Nothing here knows a server: `parse` takes what a client sent, within `RequestLi
 builds what the client gets back, as a whole or as the events of a stream.
 """
 
-from __future__ import annotations
-
 import json
 import time
 import uuid
@@ -103,7 +101,7 @@ class CompletionRequest(_Request):
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts, as texts or as tokens."""
-        prompt: Any = self.prompt
+        prompt = self.prompt
         single = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], int))
         return [prompt] if single else prompt
 
@@ -112,12 +110,10 @@ class CompletionRequest(_Request):
         return self.max_tokens or 16  # OpenAI's own default
 
 
-def _is_token(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
 def _is_prompt(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and all(map(_is_token, value)))
+    if not isinstance(value, list):
+        return isinstance(value, str)
+    return all(type(token) is int and token >= 0 for token in value)
 
 
 class _Part(BaseModel):

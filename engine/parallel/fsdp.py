@@ -7,6 +7,7 @@ sharding; it works without.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from engine.config import ParallelConfig
 from engine.parallel.process_groups import SHARD_AXES, Ranks
@@ -27,6 +28,8 @@ from engine.parallel.process_groups import SHARD_AXES, Ranks
 T = TypeVar("T")
 
 _RUN = "_run_with_weights"  # the method of a sharded model that `run_forward` calls
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "mkldnn::_linear_pointwise")
+THIN = 8  # from this ratio of its sides on, a matrix is an adapter's or a router's
 
 
 def shards_weights(ranks: Ranks) -> bool:
@@ -158,25 +161,45 @@ class OffloadedWeights:
             torch.cuda.empty_cache()  # rollout engines have allocators of their own
 
 
-def checkpoint_activations(layers: Sequence[nn.Module], *, offload: bool = False) -> None:
+def checkpoint_activations(
+    layers: Sequence[nn.Module], mode: bool | str = True, *, offload: bool = False
+) -> None:
     """Make each layer, in place, keep its inputs only and compute again in backward.
 
-    `offload`: until then a GPU's inputs are in CPU memory. Call it before `shard_model`. Names of
-    parameters stay as they are.
+    In the mode "selective" it also keeps the outputs of attention and of every second matrix
+    product. `offload`: until then a GPU's inputs are in CPU memory. Call it before `shard_model`.
+    Names of parameters stay as they are.
     """
-    offload = offload and torch.cuda.is_available()
+    options: Any = {"context_fn": _selective_contexts} if mode == "selective" else {}
     for layer in layers:
-        layer.forward = partial(_checkpointed, layer.forward, offload)
+        run = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+        offloads = offload and torch.cuda.is_available()
+        layer.forward = partial(_checkpointed, layer.forward, run, offloads)
 
 
-def _checkpointed(
-    forward: Callable[..., object], offload: bool, *args: object, **kwargs: Any
-) -> object:
+def _checkpointed(plain: Any, run: Any, offload: bool, *args: Any, **kwargs: Any) -> object:
     if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
+        return plain(*args, **kwargs)
     # Of the inputs: inside, what is saved has the checkpoint's own hooks.
     with save_on_cpu(pin_memory=True) if offload else nullcontext():
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return run(*args, **kwargs)
+
+
+def _selective_contexts() -> Any:
+    """Return contexts of a layer's forward pass and of its recomputation, as torchtitan has them.
+
+    Of q, k, v, o, gate, up and down this keeps k, o and up. Thin products cost little to repeat,
+    and aren't counted.
+    """
+    counted = itertools.count(1)
+
+    def policy(context: object, operator: Any, *args: Any, **kwargs: Any) -> bool:
+        if (name := operator.name()) not in _PRODUCTS:
+            return "attention" in name or "_attn" in name
+        sides = args[1 + (name == "aten::addmm")].shape[-2:]  # of the matrix
+        return THIN * min(sides) >= max(sides) and next(counted) % 2 == 0
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _run(model: nn.Module, function: Callable[[], T]) -> T:

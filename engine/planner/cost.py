@@ -18,9 +18,9 @@ from functools import lru_cache, partial
 from engine.parallel.layout import ModelShape
 from engine.parallel.pipeline_parallel import layers_by_stage
 from engine.planner import resources
-from engine.planner.memory import micro_tokens, rank_elements, stage_elements
+from engine.planner.memory import layer_inputs, micro_tokens, rank_elements, stage_elements
 from engine.planner.resources import EFFICIENCY, FLOAT32_SHARE, STREAMED, Allocation
-from engine.planner.sizes import Candidate, Workload, sizes
+from engine.planner.sizes import Candidate, Workload, recomputed, sizes
 
 HIDDEN = 0.8  # of the arithmetic's time, that FSDP's traffic may hide behind
 
@@ -71,7 +71,7 @@ def _micros(work: Workload, candidate: Candidate) -> int:
 
 def _compute(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
     layout = candidate.layout
-    factor = 4.0 if candidate.activation_checkpointing else 3.0
+    factor = 3.0 + recomputed(work.shape, candidate.checkpoints)[1]
     passes = work.trained_passes * factor + work.plain_passes
     tokens = work.rows_of(candidate.layout) * work.length
     operations = tokens * _flops(work) * passes / (layout.sp * layout.tp * layout.pp)
@@ -121,12 +121,16 @@ def _traffic(work: Workload, candidate: Candidate, allocation: Allocation) -> fl
     times = micros if shards > 1 else work.updates
     gradients = seconds(("dp",), moved, times * trained)
 
-    # Over a GPU's way to its machine's memory: weights every pass, moments every update.
+    # Over a GPU's way to its machine's memory: weights every pass or phase, moments every update.
     copied, to_host = rank_elements(shape, layout) / resources.HOST_LINK, 0.0
     if candidate.offload_policy:
         to_host = micros * (3 * trained + plain) * copied * work.weight_bytes
     if candidate.offload_optimizer or candidate.offload_policy:
         to_host += 2 * work.optimizer_bytes * copied * work.updates * trained
+    phases = plain + (3 if work.critic else 2) if candidate.moves_weights else work.moves_reference
+    to_host += 2 * phases * copied * work.weight_bytes
+    if candidate.activation_offload:
+        to_host += 2 * trained * micros * layer_inputs(work, candidate) / resources.HOST_LINK
     return sharded + forward * micros * (2 * trained + plain) + gradients + to_host
 
 

@@ -39,7 +39,7 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
         f"placement: auto found {plan.cluster}",
         f"  chosen  {chosen.candidate}{ranks if allocation.ranks > 1 else ''}{pinned}",
         f"  memory  {_gib(chosen):.2f} of {allocation.memory / GIB:.2f} GiB a rank, most in "
-        f"{chosen.memory.when}: {_parts(chosen)}"
+        f"{chosen.memory.when}: {peak_parts(chosen)}"
         + (f"; rollout with {chosen.rollout_memory}" if chosen.rollout_memory else ""),
         f"  why     {why}",
         *_roles(plan),
@@ -51,15 +51,16 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
 def explain_memory(chosen: PricedCandidate, most: PricedCandidate) -> str:
     """Return what was chosen for a GPU whose layout is set, and what `most` would have taken."""
     of = f"of {chosen.allocation.memory / GIB:.1f} GiB a GPU by the planner's estimate"
-    line = f"memory: {_options(chosen)}: {_gib(chosen):.1f} {of}, most in {chosen.memory.when}"
-    if _options(most) != _options(chosen):
-        line += f"; {_options(most)} would take {_gib(most):.1f}"
+    line = f"memory: {options_text(chosen)}: {_gib(chosen):.1f} {of}, most in {chosen.memory.when}"
+    if options_text(most) != options_text(chosen):
+        line += f"; {options_text(most)} would take {_gib(most):.1f}"
     return line if chosen.fits else f"{line}; {chosen.lacks} lacks memory, and may fail"
 
 
-def _options(priced: PricedCandidate) -> str:
+def options_text(priced: PricedCandidate) -> str:
+    """Return what a plan keeps in memory, and what not."""
     c, rollout = priced.candidate, priced.rollout_memory
-    kept = "activations computed again" if c.activation_checkpointing else "activations kept"
+    kept = "activations kept" if c.memory_options == "-" else c.memory_options
     text = f"{c.tokens} tokens a micro-batch, {kept}"
     return f"{text}, rollout with {rollout}" if rollout else text
 
@@ -105,8 +106,8 @@ def _seconds(priced: PricedCandidate) -> tuple[float, float, float]:
     return price.compute, price.traffic + price.switch, price.rollout + price.ahead
 
 
-def _parts(priced: PricedCandidate) -> str:
-    """Return the large parts of the peak."""
+def peak_parts(priced: PricedCandidate) -> str:
+    """Return the large parts of a rank's peak, in GiB."""
     memory = priced.memory
     names = {
         "training": ("weights", "gradients", "moments", "activations"),
@@ -116,6 +117,8 @@ def _parts(priced: PricedCandidate) -> str:
     sizes = {name: getattr(memory, name) / GIB for name in names[memory.when]}
     if memory.when == "training":
         sizes["rollout"] = memory.awake / GIB
+    elif memory.when == "rollout":
+        sizes["weights"] -= min(memory.away, memory.cache) / GIB
     large = [f"{name} {size:.2f}" for name, size in sizes.items() if size >= 0.005]
     return ", ".join([*large, f"process {RUNTIME / GIB:.2f}"])
 

@@ -25,6 +25,7 @@ from engine.planner.memory import RUNTIME, USABLE, Memory, estimate, sampler_nee
 from engine.planner.resources import GIB, HOST_LINK, Allocation, Cluster
 from engine.planner.sizes import (
     Candidate,
+    Checkpointing,
     FixedSettings,
     Samplers,
     Workload,
@@ -96,7 +97,7 @@ class PricedCandidate:
     def order(self) -> tuple[float | int, ...]:
         """A key that sorts by price, then larger micro-batches first, then the plainest."""
         c, price = self.candidate, self.price
-        flags = c.offload_policy + c.offload_optimizer + c.activation_checkpointing
+        flags = c.offload_policy + c.offload_optimizer + bool(c.activation_checkpointing)
         return price.total, price.trainer, -c.tokens, flags, c.rollout_tp, *c.layout.sizes.values()
 
 
@@ -110,9 +111,12 @@ def _options(
     the smallest don't fit, they stand for all.
     """
 
-    def of(tokens: int, offload: tuple[bool, bool], recompute: bool) -> PricedCandidate:
-        options = (*offload, recompute, fixed.sequence_parallel)
-        candidate = Candidate(layout, rollout_tp, tokens, *options)
+    def of(tokens: int, offload: tuple[bool, bool], recompute: Checkpointing) -> PricedCandidate:
+        candidate = replace(
+            fixed.options, layout=layout, rollout_tp=rollout_tp, tokens=tokens,
+            offload_policy=offload[0], offload_optimizer=offload[1],
+            activation_checkpointing=recompute,
+        )  # fmt: skip
         best = PricedCandidate(work, candidate, allocation)
         two_fit = best.rollout_excess <= 0 and not work.memory_share  # vLLM has one where it can
         if work.shares_base is None and allocation.gpus and not two_fit:
@@ -127,8 +131,9 @@ def _options(
         return best
 
     budgets = _budgets(work, layout, fixed)
-    recompute_set = fixed.activation_checkpointing
-    recomputes = (False, True) if recompute_set is None else (recompute_set,)
+    recomputes: tuple[Checkpointing, ...] = (False, "selective", True)
+    if fixed.activation_checkpointing is not None:
+        recomputes = (fixed.activation_checkpointing,)
     for number, (offload, recompute) in enumerate(
         product(_offloads(layout, allocation, fixed), recomputes)
     ):
@@ -169,12 +174,7 @@ def fitted(
     None where the layout can't offload so.
     """
     options = _options(work, candidate.layout, candidate.rollout_tp, allocation, fixed)
-    offload = (fixed.offload_policy, fixed.offload_optimizer)
-    as_set = (
-        priced
-        for priced in options
-        if (priced.candidate.offload_policy, priced.candidate.offload_optimizer) == offload
-    )
+    as_set = (p for p in options if p.candidate.offload == fixed.options.offload)
     return min(as_set, key=lambda p: (max(0.0, p.excess_bytes), p.order), default=None)
 
 
@@ -232,7 +232,7 @@ def _offloads(
     layout: Layout, allocation: Allocation, fixed: FixedSettings
 ) -> list[tuple[bool, bool]]:
     """Return pairs of offload_policy and offload_optimizer; without a GPU nothing can move."""
-    least = (fixed.offload_policy, fixed.offload_optimizer)
+    least = fixed.options.offload
     if not allocation.gpus:
         return [least]
     sharded = layout.fsdp * layout.sp > 1

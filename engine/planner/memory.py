@@ -15,7 +15,7 @@ from functools import lru_cache
 from engine.parallel.layout import Layout, ModelShape
 from engine.parallel.pipeline_parallel import layers_by_stage
 from engine.planner.resources import GIB
-from engine.planner.sizes import Candidate, Workload, mlp_activations, sizes
+from engine.planner.sizes import Candidate, Workload, mlp_activations, recomputed, sizes
 
 RUNTIME = int(0.75 * GIB)  # of a process: libraries, a CUDA context, communication buffers
 USABLE = 0.9  # of what is left: the rest is lost to fragments
@@ -66,10 +66,21 @@ def activations(work: Workload, candidate: Candidate) -> float:
     layers = -(-shape.layers // layout.pp)
     micros = -(-work.rows * work.length // (layout.data_ranks * micro_tokens(work, candidate)))
     flights = min(layout.pp, micros)  # 1F1B keeps as many micro-batches as there are stages
-    head = logits(work, layout, tokens)
-    if candidate.activation_checkpointing:  # a layer is computed again when the head's are gone
-        return tokens * layers * hidden * size * flights + max(tokens * layer, head)
-    return tokens * layers * layer * flights + head
+    head, checkpoints = logits(work, layout, tokens), candidate.checkpoints
+    if not checkpoints:
+        return tokens * layers * layer * flights + head
+    kept = recomputed(shape, checkpoints, layout.tp)[0] * size
+    inputs = 0.0 if candidate.activation_offload else layer_inputs(work, candidate)
+    # A layer is computed again when the head's are gone.
+    return (inputs + tokens * layers * kept) * flights + max(tokens * (layer - kept), head)
+
+
+def layer_inputs(work: Workload, candidate: Candidate) -> float:
+    """Return bytes of the inputs of a rank's layers in a micro-batch: what checkpointing keeps."""
+    layout, layers = candidate.layout, -(-work.shape.layers // candidate.layout.pp)
+    ranks = layout.sp * (layout.tp if candidate.sequence_parallel else 1)
+    tokens = micro_tokens(work, candidate) / ranks
+    return tokens * layers * work.shape.hidden * work.compute_bytes
 
 
 def logits(work: Workload, layout: Layout, tokens: float) -> float:
@@ -120,6 +131,7 @@ class Memory:
     host: float  # of the machine's memory, beside a device's
     awake: float = 0.0  # of copy and cache, what stays between rollouts
     short: float = 0.0  # what the engine's share of a GPU lacks for its weights and a row
+    away: float = 0.0  # of the weights, what the machine has during rollout
 
     @property
     def training(self) -> float:
@@ -127,7 +139,8 @@ class Memory:
 
     @property
     def sampling(self) -> float:
-        return self.weights + self.moments + self.rollout + self.cache
+        cache = max(self.cache, self.away)  # there is none while the new weights are brought
+        return self.weights - self.away + self.moments + self.rollout + cache
 
     @property
     def peak(self) -> float:
@@ -167,6 +180,11 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
     stays = 0.0 if candidate.shares_storage else base + (0.0 if work.sleeps or merged else copy)
     copy += base
     visiting, host = 0.0, sum(m.saved for m in models)  # a checkpoint is copied there first
+    away = max(m.weights for m in models) if candidate.moves_weights else 0.0
+    if away:  # one model at a time is on the device
+        host, weights = host + weights, away
+    if candidate.activation_offload:
+        host += layer_inputs(work, candidate) * candidate.layout.pp
     matrix = work.shape.hidden * work.shape.intermediate * work.weight_bytes
     if work.quantized:
         host += policy + matrix
@@ -195,6 +213,7 @@ def estimate(work: Workload, candidate: Candidate, *, gpu: bool, there: int = 0)
         cache=cache,
         awake=stays + (cache if work.stays_awake else 0.0),
         short=short,
+        away=away,
         loading=loading,
         host=host if gpu else 0.0,
     )
@@ -218,7 +237,7 @@ class _Model:
     weights: float
     gradients: float = 0.0
     moments: float = 0.0
-    saved: float = 0.0  # in a checkpoint
+    saved: float = 0.0  # in a checkpoint, or in the machine's memory while it isn't used
 
 
 def _models(work: Workload, candidate: Candidate) -> list[_Model]:
@@ -237,7 +256,8 @@ def _models(work: Workload, candidate: Candidate) -> list[_Model]:
     base = sizes(shape).total if work.quantized else policy
     models = [model(policy, base * (work.base_bytes or size), work.adapters, layout)]
     if work.reference:
-        models.append(_Model(policy * size))
+        frozen = policy * size
+        models.append(_Model(0.0, saved=frozen) if work.moves_reference else _Model(frozen))
     models += [_Model(rank_elements(teacher, layout) * size) for teacher in work.teachers]
     if work.critic:
         critic_layout = layout if isinstance(work.critic, str) else work.critic

@@ -5,10 +5,15 @@ Pure arithmetic. Bytes are in `memory`, seconds in `cost`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
+from engine.parallel.fsdp import THIN
 from engine.parallel.layout import Layout, ModelShape
+
+Checkpointing = bool | Literal["selective"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class Workload:
     adapters: int = 0  # trained elements of adapters; 0: the whole model is trained
     quantized: bool = False  # the base stays whole on every rank
     reference: bool = False  # a frozen copy beside the policy
+    moves_reference: bool = False  # to the machine's memory between uses
     teachers: tuple[ModelShape, ...] = ()
     critic: Layout | str = ""  # its own layout; "as actor"; empty: none
     critic_shape: ModelShape | None = None  # None: the policy's
@@ -104,8 +110,22 @@ class Candidate:
     tokens: int = 16384  # of a micro-batch
     offload_policy: bool = False
     offload_optimizer: bool = False
-    activation_checkpointing: bool = False
+    activation_checkpointing: Checkpointing = False
     sequence_parallel: bool = True
+    offload_params: bool = False
+    activation_offload: bool = False
+
+    @property
+    def offload(self) -> tuple[bool, bool]:  # what a plan may add
+        return self.offload_policy, self.offload_optimizer
+
+    @property
+    def checkpoints(self) -> Checkpointing:  # as `runtime.apply_layout` does
+        return self.activation_checkpointing or self.activation_offload
+
+    @property
+    def moves_weights(self) -> bool:  # to the machine's memory between phases
+        return self.offload_params and not self.offload_policy and self.shards > 1
 
     @property
     def shards(self) -> int:  # ranks that share weights by FSDP
@@ -122,8 +142,11 @@ class Candidate:
         """Return what is offloaded to CPU memory, and what is recomputed."""
         names = {
             "offload weights": self.offload_policy,
+            "offload weights between phases": self.moves_weights,
             "offload moments": self.offload_optimizer,
-            "recompute": self.activation_checkpointing,
+            "offload layers' inputs": self.activation_offload,
+            "recompute selectively": self.checkpoints == "selective",
+            "recompute": self.checkpoints is True,
         }
         return ", ".join(name for name, used in names.items() if used) or "-"
 
@@ -139,18 +162,15 @@ class FixedSettings:
     axes: dict[str, int] = field(default_factory=dict)  # e.g. {"tp": 2}
     rollout_tp: int | None = None
     tokens: int | None = None
-    offload_policy: bool = False  # True: set by the user; the planner may add it otherwise
-    offload_optimizer: bool = False
-    activation_checkpointing: bool | None = None  # None: open
+    options: Candidate = Candidate(Layout())  # what it offloads stays; the planner may add to that
+    activation_checkpointing: Checkpointing | None = None  # None: open
     rollout_memory: bool = False  # rows at once, or the engine's share of a GPU
-    sequence_parallel: bool = True
 
     def __str__(self) -> str:  # those that are set
         parts = [f"{axis}={size}" for axis, size in self.axes.items()]
         parts += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
         parts += [f"{self.tokens} tokens"] if self.tokens else []
-        flags = ("offload_policy", "offload_optimizer", "activation_checkpointing")
-        return ", ".join([*parts, *(name for name in flags if getattr(self, name))])
+        return ", ".join([*parts, self.options.memory_options.strip("-")]).strip(", ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,3 +239,26 @@ def mlp_activations(shape: ModelShape, fused: bool = False) -> float:
         return dense
     chosen = moe.chosen * (4.0 * moe.width + 3 * shape.hidden) + 4.0 * moe.shared
     return (moe.layers * chosen + (shape.layers - moe.layers) * dense) / shape.layers
+
+
+@lru_cache(maxsize=64)
+def recomputed(shape: ModelShape, checkpoints: Checkpointing, tp: int = 1) -> tuple[float, float]:
+    """Return what a token keeps of a layer beside its input, and which share of it is repeated.
+
+    In elements on one of `tp` ranks, and by the work of matrix products; of a mixture's layers,
+    those with experts. The last product of a dense layer isn't repeated.
+    """
+    hidden, wide, moe = shape.hidden, shape.intermediate, shape.experts
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    products = [(hidden, queries, 1), *[(hidden, keys, 1)] * 2, (queries, hidden, 1)]
+    if moe is None:
+        products += [(hidden, wide, 1), (hidden, wide, 1), (wide, hidden, 1)]
+    else:
+        products += [(hidden, 2 * moe.width, moe.chosen), (moe.width, hidden, moe.chosen)]
+    thick = [i for i, (*sides, _) in enumerate(products) if THIN * min(sides) >= max(sides)]
+    kept = thick[1::2] if checkpoints == "selective" else []
+    # Of a product that sums over ranks each has the whole output.
+    outputs = (products[i][2] * products[i][1] / (products[i][1] == hidden or tp) for i in kept)
+    work = [math.prod(product) * (i not in kept) for i, product in enumerate(products)]
+    repeated = sum(work if moe else work[:-1]) / sum(map(math.prod, products))
+    return sum(outputs, queries / tp if kept else 0.0), repeated if checkpoints else 0.0

@@ -1,7 +1,5 @@
 """`python -m engine.promotion rollback|history`: the champions of a model."""
 
-from __future__ import annotations
-
 import argparse
 import getpass
 import json

@@ -5,8 +5,6 @@ of an alias in `history.<alias>.<number>`. A move is written before the alias is
 done after it, so that `reconcile` finds out whether it was made.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -4,15 +4,12 @@ The rules themselves are in `rules`; those of reward models are here. Both fail 
 not be measured is not promoted.
 """
 
-from __future__ import annotations
-
 import math
-import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -20,6 +17,7 @@ import pandas as pd
 from engine.config import DataConfig, EvaluateConfig, GuardConfig, PromoteConfig
 from engine.config.pipeline import RewardModelGateConfig
 from engine.console import display_path, points, say
+from engine.data.decontamination import words_of
 from engine.data.rows import prompt_text
 from engine.errors import ChampionChangedError, DataError, EngineError, LineageError
 from engine.evaluation.comparability import incomparable
@@ -33,11 +31,8 @@ from engine.promotion.champions import Champions, require_intact_copy
 from engine.promotion.rules import Decision, Measurements, RuleOutcome, decision_of
 from engine.storage.artifacts import SOURCE, Manifest, Parent, local_path, read_manifest, verify
 from engine.storage.digests import sources_digest
-
-if TYPE_CHECKING:
-    from engine.tracking import Tracker
-    from engine.tracking.model_versions import ModelRegistry, ModelVersion
-
+from engine.tracking import Tracker
+from engine.tracking.model_versions import ModelRegistry, ModelVersion
 
 DATASETS = ("dataset", "pairs")  # kinds of artifacts with prompts that were trained on
 
@@ -118,23 +113,18 @@ def trained_on(
     at least `overlap` (0 to 1) of its distinct runs of `ngram` words occur in the training texts
     (Brown et al. 2020, arXiv:2005.14165, app. C). The training set may be of any size.
     """
-    texts = [words(text) for text in test]
+    texts = [words_of(text) for text in test]
     runs = [_runs(text, ngram) for text in texts]
     test_runs, test_texts = set[tuple[str, ...]]().union(*runs), set(texts)
     seen: set[tuple[str, ...]] = set()
     same: set[tuple[str, ...]] = set()
-    for text in map(words, training):
+    for text in map(words_of, training):
         same |= {text} & test_texts
         seen |= _runs(text, ngram) & test_runs
     return [
         text in same or (bool(ngrams) and len(ngrams & seen) >= overlap * len(ngrams))
         for text, ngrams in zip(texts, runs, strict=True)
     ]
-
-
-def words(text: str) -> tuple[str, ...]:
-    """Return a text's words without case and punctuation."""
-    return tuple(re.findall(r"\w+", text.casefold()))
 
 
 def _runs(text: tuple[str, ...], ngram: int) -> set[tuple[str, ...]]:

@@ -4,14 +4,11 @@ A manifest only says that its files are those that were digested: whoever can wr
 write an evaluation. What the models answer is evidence of its own.
 """
 
-from __future__ import annotations
-
 import secrets
 import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -23,11 +20,8 @@ from engine.evaluation.summary import rows_of_set
 from engine.promotion.gate import Evaluated
 from engine.promotion.rules import RuleOutcome
 from engine.storage.artifacts import local_path, verify
-from engine.tracking.model_versions import intact_copy
-
-if TYPE_CHECKING:
-    from engine.tracking import Tracker
-    from engine.tracking.model_versions import ModelVersion
+from engine.tracking import Tracker
+from engine.tracking.model_versions import ModelVersion, intact_copy
 
 SIGNIFICANCE = 0.01  # how rarely an honest evaluation is refused
 ROUNDING_FLOAT32, ROUNDING_BFLOAT16 = 0.001, 0.02

@@ -4,8 +4,6 @@ It fails closed: a measurement that is missing or no number fails its rule. Meas
 moving the alias in `champions`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace

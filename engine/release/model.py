@@ -3,8 +3,6 @@
 Anything that can't be read, is missing or was changed raises LineageError: a card must not guess.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

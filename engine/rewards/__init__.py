@@ -4,6 +4,7 @@ Read `reward_function` first: what a reward is and what it returns. `scorer` is 
 evaluation use, `calls` calls a function on threads or in processes of its own.
 `answers`, `code` (with `sandbox`), `http_rewards` and `model_based` are the rewards.
 """
+# ruff: noqa: F401  # what other rooms import
 
 from engine.rewards.calls import RewardThreads, score
 from engine.rewards.reward_function import (
@@ -13,16 +14,3 @@ from engine.rewards.reward_function import (
     resolve_reward,
 )
 from engine.rewards.scorer import Scorer, open_reward, require_rewards, scorer_identity
-
-__all__ = [
-    "RewardThreads",
-    "Scorer",
-    "Scores",
-    "declared_components",
-    "open_reward",
-    "register_reward",
-    "require_rewards",
-    "resolve_reward",
-    "score",
-    "scorer_identity",
-]

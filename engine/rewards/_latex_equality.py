@@ -3,8 +3,6 @@
 Loading it takes a second, so `math` loads it only where it compares. It knows no deadline.
 """
 
-from __future__ import annotations
-
 import logging
 
 from math_verify import parse, verify

@@ -5,8 +5,6 @@ of a multiple choice (`multiple_choice`), text (`exact_match`, `normalised_match
 JSON, and `environment`. What can take any time on a text is pooled.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import string
@@ -147,7 +145,7 @@ def answer_and_format(
     `format` is 1.0 where the text ends with its only `#### <number>` line, right or wrong. Raises
     RewardError where a ground truth is not a number.
     """
-    marks: Any = {"decimal_mark": decimal_mark}  # one for all rows, or a column
+    marks = {"decimal_mark": decimal_mark}  # one for all rows, or a column
     return {
         "answer": answer_match(prompts, completions, ground_truth=ground_truth, **marks),
         "format": [float(has_format(text)) for text in completions],
@@ -187,17 +185,13 @@ def math(
     it in a box; raises RewardError for an empty one. `math-verify` compares, which can take any
     time and memory: in a pool's process.
     """
-    expected, answer = _math_truth(truth, decimal_mark), _math_text(completion, boxed_only)
+    expected, answer = as_ascii(answer_text(truth)), _math_text(completion, boxed_only)
+    if not expected:
+        raise _empty(truth)
+    expected = _with_point(expected, decimal_mark if isinstance(truth, str) else ".")
     if not answer or len(expected) > LONGEST or len(answer) > LONGEST:
         return bool(answer) and answer == expected
     return _same_mathematics(_with_point(as_ascii(answer), decimal_mark), expected)
-
-
-def _math_truth(truth: object, decimal_mark: DecimalMark) -> str:
-    expected = as_ascii(answer_text(truth))
-    if not expected:
-        raise _empty(truth)
-    return _with_point(expected, decimal_mark if isinstance(truth, str) else ".")
 
 
 def _with_point(latex: str, decimal_mark: DecimalMark) -> str:
@@ -287,7 +281,8 @@ def _plain(latex: str) -> str:
     """LaTeX without what changes nothing: blanks, `\\left`, `\\dfrac`, a full stop."""
     for old, new in (("\\left", ""), ("\\right", ""), ("dfrac", "frac"), ("tfrac", "frac")):
         latex = latex.replace(old, new)
-    return "".join(latex.split()).strip("$").rstrip(".")
+    two_numbers = re.sub(r"(?<=\d)\s+(?=\d)(?!\d{3}(?!\d))", ";", latex)  # 5 6 is not 56
+    return "".join(two_numbers.split()).strip("$").rstrip(".")
 
 
 # The letter of a multiple choice.
@@ -461,7 +456,7 @@ def json_schema(completion: str, truth: object, *, schema: dict[str, object] | N
     from referencing import Registry
 
     try:
-        rules: Any = truth if schema is None else schema
+        rules = truth if schema is None else schema
         rules = json.loads(rules) if isinstance(rules, str) else rules
         if not isinstance(rules, Mapping | bool):
             raise ValueError(f"it is of type {type(rules).__name__}")

@@ -5,8 +5,6 @@ calls it right, or where it earns half or more of what a right answer earns over
 without a right answer is a hole, and a hole fails the audit.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,7 +141,7 @@ def _first_rows(rows: RewardRows) -> RewardRows:
     return rows.select([row for of_source in by_source.values() for row in of_source[:ROWS]])
 
 
-def _column(rows: RewardRows, name: str) -> list[Any]:
+def _column(rows: RewardRows, name: str) -> list[object]:
     return list(rows.columns.get(name, [""] * len(rows)))
 
 

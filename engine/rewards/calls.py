@@ -6,8 +6,6 @@ threads of this process, `RewardProcess` in a process of its own (`engine.worker
 `RewardPool` scores completion by completion in several. Imports neither torch nor pydantic.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import inspect
@@ -29,22 +27,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing.connection import Connection
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar
 
 import numpy as np
 
 from engine.errors import ConfigError, RewardError, WorkerError
-from engine.rewards.reward_function import (
-    RegisteredReward,
-    RewardFailure,
-    RewardFunction,
-    Scores,
-    declared_components,
-    import_reward,
-    read_result,
-    require_components,
-    resolve_reward,
-)
+from engine.rewards import reward_function
 from engine.worker_process import ProcessEnded, TooLate, WorkerProcess, on_daemon_thread
 
 P = ParamSpec("P")
@@ -77,9 +65,9 @@ class RewardRows:
     def __len__(self) -> int:
         return len(self.completions)
 
-    def select(self, indices: Sequence[int]) -> RewardRows:
+    def select(self, indices: Sequence[int]) -> Self:
         """Return the rows at `indices`, in that order."""
-        return RewardRows(
+        return type(self)(
             [self.prompts[i] for i in indices],
             [self.completions[i] for i in indices],
             {name: [values[i] for i in indices] for name, values in self.columns.items()},
@@ -109,7 +97,9 @@ class DeadlinePassed(Exception):
     """The call's own deadline, as distinct from a TimeoutError that the reward raised."""
 
 
-def call_reward(function: RewardFunction, rows: RewardRows, deadline: float) -> object:
+def call_reward(
+    function: reward_function.RewardFunction, rows: RewardRows, deadline: float
+) -> object:
     """Call a reward function in this thread; a coroutine function's result is awaited.
 
     A coroutine is cancelled at `deadline` (of `time.monotonic`), which raises DeadlinePassed. A
@@ -139,7 +129,7 @@ AT_ONCE = 16  # single rows that are scored side by side
 TURNS = 8  # a row that takes more than 1/8 of the time no longer keeps others waiting
 _LONGEST = 300  # characters of an exception's text
 
-RowResult: TypeAlias = Scores | RewardFailure
+RowResult: TypeAlias = reward_function.Scores | reward_function.RewardFailure
 
 
 class RewardScorer(ABC):
@@ -148,11 +138,11 @@ class RewardScorer(ABC):
     name: str  # in messages, e.g. "my_rewards.by_length"
     components: tuple[str, ...] | None  # as declared or returned; None: nothing is known yet
 
-    def score_all(self, rows: RewardRows, timeout_s: float) -> Scores:
+    def score_all(self, rows: RewardRows, timeout_s: float) -> reward_function.Scores:
         """One call on all rows; raise RewardFailure where it fails as a whole."""
         results = self.score_each({0: rows}, timeout_s)
         result = results.get(0) or late(self.name, len(rows), timeout_s)
-        if isinstance(result, RewardFailure):
+        if isinstance(result, reward_function.RewardFailure):
             raise result
         return result
 
@@ -170,7 +160,7 @@ class RewardThreads(RewardScorer):
 
     def __init__(
         self,
-        function: RewardFunction,
+        function: reward_function.RewardFunction,
         components: tuple[str, ...] | None = None,
         before_call: Callable[[RewardRows], None] = lambda rows: None,
     ) -> None:
@@ -237,16 +227,16 @@ class RewardThreads(RewardScorer):
                 message = _ROW.sub(lambda row: _numbered(row, rows), message)
             else:
                 message = f"reward {self.name!r} raised {type(error).__name__}: {message}"
-            failure = RewardFailure("raised", message)
+            failure = reward_function.RewardFailure("raised", message)
         else:
             result = call.result()
             try:
-                return read_result(self.name, result, len(rows), rows.numbers)
-            except RewardFailure as malformed:
+                return reward_function.read_result(self.name, result, len(rows), rows.numbers)
+            except reward_function.RewardFailure as malformed:
                 return malformed
             except Exception as unreadable:  # any object may be here, and fail in its own way
                 error = unreadable
-                failure = RewardFailure(
+                failure = reward_function.RewardFailure(
                     "malformed",
                     f"reward {self.name!r} returned {type(result).__name__}, which can't be read "
                     f"({type(error).__name__}: {text_of(error)}); return a plain list",
@@ -265,10 +255,10 @@ def _numbered(row: re.Match[str], rows: RewardRows) -> str:
 
 def late(
     name: str, size: int, timeout_s: float, setting: str = "reward.timeout_s"
-) -> RewardFailure:
+) -> reward_function.RewardFailure:
     """The failure of a call on `size` completions that gave no answer by its deadline."""
     within = f"for {counted(size)} within {timeout_s:g} s; make it faster, or raise {setting}"
-    return RewardFailure("deadline", f"reward {name!r} gave no answer {within}")
+    return reward_function.RewardFailure("deadline", f"reward {name!r} gave no answer {within}")
 
 
 def counted(size: int) -> str:
@@ -305,7 +295,7 @@ def score(
     on_error: OnError = "fail",
     *,
     first_row: int = 0,
-) -> Scores:
+) -> reward_function.Scores:
     """Score B completions within `timeout_s` seconds, or twice that where some of them fail.
 
     `columns` are the rows' other columns, `ground_truth` among them. Where the call on all rows
@@ -318,7 +308,7 @@ def score(
     numbers = range(first_row, first_row + len(completions))
     rows = RewardRows(prompts, completions, columns, numbers)
     if not len(rows):
-        return Scores(scorer.components, [], {})
+        return reward_function.Scores(scorer.components, [], {})
     scores, batch_failure = score_rows(scorer, rows, timeout_s, on_error)
     if on_error == "fail" and scores.failures:
         raise scores.failures[min(scores.failures)]
@@ -329,51 +319,53 @@ def score(
 
 def score_rows(
     scorer: RewardScorer, rows: RewardRows, timeout_s: float, on_error: OnError = "drop"
-) -> tuple[Scores, RewardFailure | None]:
+) -> tuple[reward_function.Scores, reward_function.RewardFailure | None]:
     """All rows in one call, or each by itself where that fails; and how it did, if so."""
     try:
         scores = scorer.score_all(rows, timeout_s)
         _settle_components(scorer, scores)
         return scores, None
-    except RewardFailure as failure:
+    except reward_function.RewardFailure as failure:
         if on_error == "fail":
             raise
         if len(rows) == 1:
-            return Scores.of(scorer.components, {}, {0: failure}), failure
+            return reward_function.Scores.of(scorer.components, {}, {0: failure}), failure
         return score_single_rows(scorer, rows, timeout_s), failure
 
 
-def score_single_rows(scorer: RewardScorer, rows: RewardRows, timeout_s: float) -> Scores:
+def score_single_rows(
+    scorer: RewardScorer, rows: RewardRows, timeout_s: float
+) -> reward_function.Scores:
     """Score each row by itself, all within one deadline; a row that hangs fails."""
     single_rows = {row: rows.select([row]) for row in range(len(rows))}
     results = scorer.score_each(single_rows, timeout_s)
     values: dict[int, list[float]] = {}
-    failures: dict[int, RewardFailure] = {}
+    failures: dict[int, reward_function.RewardFailure] = {}
     for row in single_rows:
         result = results.get(row) or late(scorer.name, 1, timeout_s)
         try:
-            if isinstance(result, RewardFailure):
+            if isinstance(result, reward_function.RewardFailure):
                 raise result
             _settle_components(scorer, result)
             if result.failures:
                 raise result.failures[0]
             values[row] = result.rows[0]
-        except RewardFailure as failure:
+        except reward_function.RewardFailure as failure:
             failures[row] = failure
-    return Scores.of(scorer.components, values, failures)
+    return reward_function.Scores.of(scorer.components, values, failures)
 
 
-def _settle_components(scorer: RewardScorer, scores: Scores) -> None:
+def _settle_components(scorer: RewardScorer, scores: reward_function.Scores) -> None:
     """Hold a reward to its components: those that were declared, or that its first result has."""
     if scores.components is not None:
-        require_components(scorer.name, scores.components, scorer.components)
+        reward_function.require_components(scorer.name, scores.components, scorer.components)
         scorer.components = scores.components
 
 
 def _log(
     name: str,
-    scores: Scores,
-    batch_failure: RewardFailure | None,
+    scores: reward_function.Scores,
+    batch_failure: reward_function.RewardFailure | None,
     on_error: OnError,
     first_row: int,
 ) -> None:
@@ -410,9 +402,9 @@ class RewardService:
         if memory_bytes:
             resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         if ":" not in name:
-            import_reward(name, load["modules"])
-        function = resolve_reward(name, load["options"])
-        self._threads = RewardThreads(function, declared_components(name), _seed)
+            reward_function.import_reward(name, load["modules"])
+        function = reward_function.resolve_reward(name, load["options"])
+        self._threads = RewardThreads(function, reward_function.declared_components(name), _seed)
         self._channel = channel
         self._draws = False
         self.loaded = self._threads.name, self._threads.components
@@ -525,13 +517,13 @@ class RewardProcess(RewardScorer):
         """End the process and all that it left behind."""
         self._process.close()
 
-    def _restart(self) -> RewardFailure | None:
+    def _restart(self) -> reward_function.RewardFailure | None:
         """Start the process if it isn't there; why it can't be, if so."""
         try:
             if not self._process.running:
                 self._process.start(self._load)
         except (WorkerError, ConfigError) as error:
-            return RewardFailure("crashed", str(error))
+            return reward_function.RewardFailure("crashed", str(error))
         return None
 
     def _score_group(
@@ -541,7 +533,7 @@ class RewardProcess(RewardScorer):
         patience_s: float,
         started: set[int],
         results: dict[int, RowResult],
-    ) -> RewardFailure | None:
+    ) -> reward_function.RewardFailure | None:
         """Score rows in the process, into `results`; why it was lost, if it was."""
         if failure := self._restart():
             return failure
@@ -551,7 +543,7 @@ class RewardProcess(RewardScorer):
             while not rows.keys() <= results.keys():
                 message: Any = self._process.receive(min(deadline, time.monotonic() + patience_s))
                 if isinstance(message, ProcessEnded):
-                    lost = RewardFailure(
+                    lost = reward_function.RewardFailure(
                         "crashed",
                         f"the process of reward {self.name!r} {message.how} while it scored "
                         f"{counted(max(map(len, rows.values())))}",
@@ -585,7 +577,7 @@ class RewardPool(RewardScorer):
         self,
         name: str,
         options: Mapping[str, object] | None,
-        entry: RegisteredReward,
+        entry: reward_function.RegisteredReward,
         processes: int,
         sample_timeout_s: float,
     ) -> None:
@@ -598,7 +590,7 @@ class RewardPool(RewardScorer):
         self._limit_s = sample_timeout_s
         self._free: list[RewardProcess] = []
 
-    def score_all(self, rows: RewardRows, timeout_s: float) -> Scores:
+    def score_all(self, rows: RewardRows, timeout_s: float) -> reward_function.Scores:
         return score_single_rows(self, rows, timeout_s)
 
     def score_each(self, rows: Mapping[int, RewardRows], timeout_s: float) -> dict[int, RowResult]:
@@ -609,7 +601,7 @@ class RewardPool(RewardScorer):
             process = self._take()
             try:
                 return process.score_all(row, limit_s)
-            except RewardFailure as failure:
+            except reward_function.RewardFailure as failure:
                 if failure.cause == "deadline" and limit_s == self._limit_s:
                     return late(self.name, 1, limit_s, "reward.sample_timeout_s")
                 return failure

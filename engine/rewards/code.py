@@ -6,8 +6,6 @@ cases as data sets write them, as JSON text or values: input and output (APPS, T
 LiveCodeBench), calls of `fn_name`, and assertions (MBPP, HumanEval); see docs/rewards.md.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import logging

@@ -5,8 +5,6 @@ Several requests are sent at once, each with a deadline. One that the server can
 (other 4xx) is not.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import hashlib
@@ -26,6 +24,7 @@ import httpx
 from jinja2 import StrictUndefined, Template, TemplateError
 from jinja2.sandbox import SandboxedEnvironment
 
+from engine.data import cells
 from engine.errors import RewardError
 from engine.redaction import redact
 from engine.rewards.answers import compiled_pattern
@@ -48,10 +47,7 @@ async def _ask_each(
     limits: tuple[int, int, float],
     api_key_env: str,
 ) -> list[T]:
-    """Ask `count` times at once; `missing` and a warning stand in where that raises RewardError.
-
-    limits: concurrency, retries, and seconds of a request.
-    """
+    """Ask `count` times at once; `missing` and a warning stand in where that raises RewardError."""
     concurrency, retries, timeout_s = limits
     if concurrency < 1 or retries < 0 or timeout_s <= 0:
         raise RewardError(
@@ -69,7 +65,7 @@ async def _ask_each(
             if attempt:
                 await asyncio.sleep(min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** (attempt - 1)))
             try:
-                body = json.dumps(content, default=_as_json, allow_nan=False)
+                body = json.dumps(content, default=cells.plain, allow_nan=False)
                 async with slots, asyncio.timeout(timeout_s):
                     response = await client.post(url, content=body)
                 if response.status_code < 400:
@@ -148,11 +144,6 @@ async def remote(
     limits = concurrency, retries, request_timeout_s
     scores = await _ask_each("remote", len(batches), ask, missing, limits, api_key_env)
     return list(chain.from_iterable(scores))
-
-
-def _as_json(value: object) -> object:
-    """Arrays as lists, and what JSON has no form for as text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 # A model that judges, behind an OpenAI-compatible endpoint: a rubric in, a number out.

@@ -71,7 +71,7 @@ def likelihood(
     dtype: Dtype = "",
     device: str = "",
     pass_from: float = 0.0,
-    **columns: Sequence[Any],
+    **columns: Sequence[object],
 ) -> list[float]:
     """Score B completions: β · log π(completion | messages), less `reference`'s where one is given.
 
@@ -111,7 +111,7 @@ def process_reward_model(
     dtype: Dtype = "",
     device: str = "",
     pass_from: float = 0.5,
-    **columns: Sequence[Any],
+    **columns: Sequence[object],
 ) -> list[float]:
     """Score B completions from 0 to 1: `reduce` of the probabilities that their steps are right.
 

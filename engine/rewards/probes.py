@@ -4,8 +4,6 @@ A probe writes completions for a `Case`: a row, with its right answer, a wrong o
 which the scorer reads answers. `audit` scores them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -169,7 +167,7 @@ BATTERY = (
 )  # fmt: skip
 
 
-def sample_rows(kind: str) -> list[dict[str, Any]]:
+def sample_rows(kind: str) -> list[dict[str, object]]:
     """Sixteen RL rows in canonical form whose right answers are of a kind, where no data are."""
     towns = (
         "Lyon Lille Metz Brest Nancy Dijon Rouen Nice Arles Blois Tours Angers Caen Laon Dax Sens"

@@ -19,8 +19,6 @@ special tokens removed. Each completion is scored by itself: where a call on man
 repeated on single ones, from several threads at once. Calling one is `calls`.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import math
@@ -28,7 +26,7 @@ import reprlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, Self, TypeAlias, TypeVar
 
 from engine.errors import ConfigError, RewardError
 from engine.registry import Options, Registry, import_plugins, keyword_defaults
@@ -76,7 +74,7 @@ class Scores:
         components: tuple[str, ...] | None,
         values: Mapping[int, list[float]],
         failures: dict[int, RewardFailure],
-    ) -> Scores:
+    ) -> Self:
         """Scores of all rows from the `values` of those that have some; 0 for the others."""
         width = 1 if components == () else len(components or ())
         size = len(values.keys() | failures.keys())
@@ -289,7 +287,7 @@ def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> Re
     Raises ConfigError where there is no such reward, where it can't be called as a reward function,
     and for an option that it doesn't declare.
     """
-    function: Any = _registry.load(name) if ":" in name else _registry.get(name).function
+    function = _registry.load(name) if ":" in name else _registry.get(name).function
     if not callable(function):
         raise ConfigError(f"reward.name={name!r} is {function!r}, which is not a function")
     with suppress(ValueError):  # some builtins have no signature
@@ -330,11 +328,7 @@ def declared_components(name: str) -> tuple[str, ...] | None:
     return None if entry is None else entry.components
 
 
-def reward_module(name: str) -> str:
-    """The module of a reward, e.g. "my_rewards"; one that is named by its path isn't imported."""
-    if ":" in name:
-        return name.partition(":")[0]
-    return str(getattr(_registry.get(name).function, "__module__", ""))
+reward_module = _registry.module
 
 
 def import_reward(name: str, modules: Iterable[str]) -> None:

@@ -95,7 +95,9 @@ class EngineCapabilities:
     adapters: bool = False  # decodes a policy with LoRA adapters
     decodes_shards: bool = False  # takes a rank's tensor-parallel shards in place of a model
     loads_shards: bool = False  # takes a sharded policy's shards into parameters of its own
+    receives: bool = False  # takes broadcasts of whole weights while it decodes
     own_processes: bool = False  # decodes in processes that it starts itself
+    streams_experts: bool = False  # its streams record experts too, not `generate` alone
     exclusive: bool = False  # sets up its process for itself: signals, threads, devices
     remote: bool = False  # decodes on devices that are not the run's
     memory_share: float = 0.0  # of a GPU, that it takes for weights and cache; 0: as it needs

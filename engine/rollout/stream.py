@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain, pairwise
-from typing import Literal, Protocol, TypedDict
+from typing import Literal, NotRequired, Protocol, TypedDict
 
 import torch
 
@@ -35,19 +35,21 @@ class StreamedCompletion:
     def part(self) -> PartialCompletion:
         """Its tokens, as those of an unfinished completion are kept."""
         done = self.completion
-        return PartialCompletion(
-            self.completion_index, done.token_ids, done.log_probs, done.versions
-        )
+        lists = done.token_ids, done.log_probs, done.versions
+        index, experts = self.completion_index, done.routed_experts
+        return PartialCompletion(index, *lists, routed_experts=experts)
 
 
 @dataclass(frozen=True, slots=True)
 class PartialCompletion:
-    """An unfinished completion; all three lists have one entry a token, none if not started."""
+    """A completion, finished or not; the lists have one entry a token, none if not started."""
 
     completion_index: int  # place among its request's completions, 0 … n-1
     token_ids: list[int]  # sampled so far, e.g. [17, 9]
     log_probs: list[float]  # of each token, under the weights that drew it
     token_versions: list[int]  # policy version that drew each token, e.g. [3, 4]
+    routed_experts: torch.Tensor | None = field(default=None, kw_only=True)
+    # of a finished one, as in `Completion`
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +231,7 @@ class PartialGroupTree(TypedDict):
     token_ids: torch.Tensor  # [T], int32
     log_probs: torch.Tensor  # [T], float32
     token_versions: torch.Tensor  # [T], int32
+    routed_experts: NotRequired[list[torch.Tensor | None]]  # of each completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +252,10 @@ class PartialGroup:
         for row, length in enumerate(group["response_mask"].sum(1).long().tolist()):
             fields = ("responses", "rollout_log_probs", "token_versions")
             values = (group[field][row, :length].tolist() for field in fields)
-            completions.append(PartialCompletion(row, *values))
+            experts = None
+            if "routed_experts" in group:  # not of the last token, which no pass has read
+                experts = group["routed_experts"][row][group["attention_mask"][row].bool()][:-1]
+            completions.append(PartialCompletion(row, *values, routed_experts=experts))
         reasons = ("length" if cut else "stop" for cut in group["truncated"].tolist())
         return PartialGroup(tuple(completions), tuple(reasons))
 
@@ -261,6 +267,7 @@ class PartialGroup:
             "token_ids": _concatenated((part.token_ids for part in parts), torch.int32),
             "log_probs": _concatenated((part.log_probs for part in parts), torch.float32),
             "token_versions": _concatenated((part.token_versions for part in parts), torch.int32),
+            "routed_experts": [part.routed_experts for part in parts],
         }
 
     @staticmethod
@@ -268,9 +275,10 @@ class PartialGroup:
         edges = list(pairwise(accumulate(tree["lengths"], initial=0)))
         tensors = (tree["token_ids"], tree["log_probs"], tree["token_versions"])
         lists = [tensor.tolist() for tensor in tensors]
+        experts = tree.get("routed_experts", [None] * len(edges))
         completions = [
-            PartialCompletion(index, *(values[start:end] for values in lists))
-            for index, (start, end) in enumerate(edges)
+            PartialCompletion(i, *(v[start:end] for v in lists), routed_experts=experts[i])
+            for i, (start, end) in enumerate(edges)
         ]
         return PartialGroup(tuple(completions), tuple(tree["ends"]))
 

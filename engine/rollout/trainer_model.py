@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.errors import ConfigError, RolloutError
 from engine.kernels.training_ops import mkl_is_slow, onednn_linear
 from engine.storage.weight_files import MIXTURES, file_tensors
 
@@ -47,6 +48,40 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def routers(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the routers of a mixture of experts, by the number of their decoder layer.
+
+    Raises ConfigError for a model without routers that are known here.
+    """
+    found = {
+        int(name.split("layers.")[1].split(".")[0]): module
+        for name, module in model.named_modules()
+        if type(module).__name__.endswith("TopKRouter")
+    }
+    if not found:
+        raise ConfigError(
+            "rollout.enable_rollout_routing_replay with a model without routers that are known "
+            "here; it is for Mixtral, Qwen2-MoE and Qwen3-MoE: leave it out"
+        )
+    return found
+
+
+def chosen_experts(returned: Any, layers: list[int], tokens: int) -> Tensor | None:
+    """Return `layers` of the `[tokens, layers, k]` that vLLM returned, as a `Completion` has them.
+
+    None without any. Raises RolloutError where it returned fewer tokens, or nothing.
+    """
+    if not layers:
+        return None
+    if returned is None or len(returned) < tokens:
+        raise RolloutError(
+            f"vLLM returned experts of {0 if returned is None else len(returned)} tokens for a "
+            f"completion that read {tokens}; start its server with --enable-return-routed-experts"
+        )
+    chosen = returned[:tokens, layers].reshape(tokens, -1)
+    return torch.from_numpy(chosen.astype("int16"))
 
 
 LinearFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -1,7 +1,5 @@
 """`python -m engine.runs`: the runs that are recorded, or what tells two or more of them apart."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

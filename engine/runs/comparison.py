@@ -1,7 +1,5 @@
 """Two or more runs beside each other: settings, metrics, and what changed against the first."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch

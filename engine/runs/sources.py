@@ -190,8 +190,9 @@ def _read_json(address: str) -> list[dict[str, Any]]:
 def list_runs(uri: str = "", last: int = 20) -> list[dict[str, Any]]:
     """Return the newest runs of this machine's folders and of MLflow, each once.
 
-    Each has `run` (as `read_run` takes it), `updated` (UTC), `state`, `steps`, the last `reward`
-    and `validation`, `gain` (of pass@1, a fraction) and `mlflow_run`; None for what is not known.
+    Each has `run` (as `read_run` takes it), `updated` (UTC), `state`, `steps`, the last mean
+    rewards of training (`reward`) and `validation`, of a workflow the `gain` (of pass@1, a
+    fraction), and `mlflow_run`; None for what is not known.
     uri: of MLflow's store; empty: this machine's, if it has one.
     """
     rows = {row["mlflow_run"] or row["run"]: row for row in _folders()}
@@ -219,7 +220,11 @@ def _folders() -> Iterator[dict[str, Any]]:
     for folder in home().glob("runs/*/"):
         for summary in _read_json(f"{folder}/{SUMMARY}"):
             run_id = summary.get("mlflow", {}).get("run_id", "")
-            yield _row(folder.name, folder.stat().st_mtime, summary, run_id) | {"state": "finished"}
+            policy = summary.get("artifacts", {}).get("rl", "")
+            made = dict(*(manifest["metrics"] for manifest in _read_json(f"{policy}/{MANIFEST}")))
+            row = _row(folder.name, folder.stat().st_mtime, made | summary, run_id)
+            row["steps"] = int(made.get("final/last_step", 0)) or None
+            yield row | {"state": "skipped" if "skipped" in summary else "finished"}
     for folder in home().glob("checkpoints/*/*/"):
         markers = [marker for path in _markers(folder)[-1:] for marker in _read_json(str(path))]
         if markers or (folder / FOLDER).is_dir():

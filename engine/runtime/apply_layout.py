@@ -1,7 +1,5 @@
 """A model is laid out over a role's ranks: sharded, loaded into its shards, and checked."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any, cast
 
@@ -156,7 +154,7 @@ def apply_layout(
             module, ranks.submesh("tp"), sequence_parallel=config.sequence_parallel
         )
     if checkpoints:
-        fsdp.checkpoint_activations(layers, offload=config.activation_offload)
+        fsdp.checkpoint_activations(layers, checkpoints, offload=config.activation_offload)
     apply_ulysses(module, ranks)
     fsdp.shard_model(module, ranks, config, layers=layers)
     if unloaded is not None and not whole:

@@ -4,8 +4,6 @@ Defaults, their precedence and the shapes are those of transformers. An argument
 engine doesn't support raises ConfigError: ignoring it would change the tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches

@@ -3,8 +3,6 @@
 Also the ranks that a launcher started, and what a switch between training and generation costs.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

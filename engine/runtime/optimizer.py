@@ -3,8 +3,6 @@
 Also float32 masters of narrower weights, and loss scaling for float16.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -158,12 +156,9 @@ class Optimizer:
         self.lr = float(self._schedule.get_last_lr()[0])  # of the latest step, or of the first
 
     def _stored_part(self, name: str) -> Tensor:
-        """The tensor that is updated: a master, the parameter, or a view of this rank's shard.
-
-        Masters (arXiv:1710.03740, section 3.1) are rounded into the working weights in place, which
-        rollout may share: an update below the working dtype's resolution is lost there alone.
-        Gradients of views are set group by group, so that only one group's moments are needed.
-        """
+        """The tensor that is updated: a master, the parameter, or a view of this rank's shard."""
+        # Masters (arXiv:1710.03740, section 3.1) are rounded into the working weights in place: an
+        # update below the working dtype's resolution is lost there alone.
         parameter = self._named[name]
         part = local_tensor(parameter)
         if name in self._with_master:

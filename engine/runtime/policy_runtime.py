@@ -1,7 +1,5 @@
 """A policy on this process's ranks, for training, for rollout, and for its model folder."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +20,12 @@ from engine.parallel.layout import Layout
 from engine.parallel.module_shards import named_tensors
 from engine.parallel.process_groups import Ranks
 from engine.rollout.protocol import RolloutEngine, check_version, create_engine
+from engine.rollout.vllm.weight_broadcast import Member
 from engine.runtime.apply_layout import ModelPart, load_shards
 from engine.runtime.rollout_weights import RolloutWeights, SharedWeights, merged_tensors
 from engine.runtime.sharded_model import ShardedModel
-from engine.weight_transfer import WeightReceiver, WeightSender
+from engine.storage.weight_files import file_tensors
+from engine.weight_transfer import BroadcastRound, WeightReceiver, WeightSender
 
 
 @runtime_checkable
@@ -129,6 +129,23 @@ class PolicyRuntime:
             return Batch({"policy_version": torch.tensor([self.version])})
         return (sender or WeightSender()).send(named, self.version)
 
+    def broadcast_weights(
+        self, member: Member, broadcast: BroadcastRound, dtype: torch.dtype | None
+    ) -> None:
+        """Send the weights, floating point as `dtype`, from rank 0 as all ranks gather them."""
+        kind = self.module.config.model_type
+
+        def send(named: Iterator[tuple[str, Tensor]]) -> None:
+            member.send(broadcast, self.version, file_tensors(kind, named), dtype)
+
+        self.write_full(send)
+
+    def load_received(self, version: int) -> None:
+        """Let the engine serve the broadcast that it has received, as `version`."""
+        engine: Any = self.engine
+        engine.load_received(version)
+        self.version = version
+
     def load_weights(self, packed: Batch) -> int:
         """Write packed weights into the policy in place; return their version.
 
@@ -227,8 +244,7 @@ class StartModel:
         return models.open_policy_model(self.path, self.dtype, self.lora, self.seed)
 
     def load_on(self, device: torch.device) -> PreTrainedModel:
-        model: PreTrainedModel = load_opened(self.open(), device)
-        return model
+        return load_opened(self.open(), device)
 
 
 def load_opened(opened: Any, device: torch.device) -> Any:

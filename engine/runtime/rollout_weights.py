@@ -4,8 +4,6 @@ Only the boxes that ranks lack are exchanged (`engine.parallel.reshard`), into b
 rollout's layout or into vLLM's own parameters. `rollout_weights` and `vllm_weights` choose.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -54,7 +52,7 @@ def adapter_scales(module: nn.Module) -> dict[str, float]:
     """α/r of each adapted module of the whole policy; all ranks call it together."""
     scales: dict[str, float] = {}
     for name, layer in module.named_modules():
-        adapted: Any = layer
+        adapted = layer
         if not hasattr(adapted, "base_layer"):
             continue
         if adapted.lora_variant or any(adapted.lora_bias.values()):
@@ -334,8 +332,7 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     model.tie_weights()  # else a tied head stays a parameter of its own, which no exchange fills
-    empty: nn.Module = model.eval().requires_grad_(False).to(device)
-    return empty
+    return model.eval().requires_grad_(False).to(device)
 
 
 def _meta_model(sharded: ShardedModel) -> PreTrainedModel:

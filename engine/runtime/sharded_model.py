@@ -4,14 +4,12 @@ How rows become mini-batches and micro-batches within a token budget, and `Shard
 passes are the same under every layout.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -197,7 +195,7 @@ class ShardedModel:
         self._adapters_off = self._packing_checked = False
         self.loss_scale: LossScale | None = None  # the optimizer's, where it has one
 
-    def without_adapters(self) -> ShardedModel:
+    def without_adapters(self) -> Self:
         """The same model with its adapters disabled: the base of a policy with adapters."""
         base = copy.copy(self)
         base._adapters_off = True

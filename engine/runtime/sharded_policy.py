@@ -1,7 +1,5 @@
 """A policy on many ranks with the interface of a model on one rank, for training scripts."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -240,11 +238,8 @@ class ShardedPolicy:
         engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        """Reduce partial gradients; FSDP has averaged its own by now.
-
-        Averaging an average over replicas changes nothing, so gradients that earlier backward
-        passes accumulated in the same tensors stay right.
-        """
+        """Reduce partial gradients; FSDP has averaged its own by now."""
+        # An average over replicas stays as it is, so what earlier passes accumulated stays right.
         ranks = self.runtime.sharded.ranks
         trained = [p for p in self.module.parameters() if p.requires_grad]
         gradients.redistribute_gradients(trained)
@@ -261,5 +256,4 @@ def _gather_logits(
     shape = torch.Size((*local.shape[:-1], vocabulary))
     stride, shard = torch.empty(shape, device="meta").stride(), [Shard(local.dim() - 1)]
     split = DTensor.from_local(local, mesh, shard, run_check=False, shape=shape, stride=stride)
-    logits: Tensor = split.redistribute(placements=[Replicate()]).to_local()
-    return logits
+    return split.redistribute(placements=[Replicate()]).to_local()

@@ -1,7 +1,5 @@
 """The state of a sharded model in training: saved once, loaded under any layout and dtype."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator, Sequence

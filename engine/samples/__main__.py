@@ -1,7 +1,5 @@
 """`python -m engine.samples FOLDER`: the samples of a run as a page, in a file or served."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import html

@@ -4,8 +4,6 @@ A row is a completion, with one value a token in its lists. A file's metadata ha
 steps since the file before it, so that the folder alone has the run's curves. Loads no torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -5,8 +5,6 @@ end. Completions are hostile text: the page's script puts them into text nodes a
 security policy permits this script and style and no address at all. Loads no torch.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from array import array

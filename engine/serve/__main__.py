@@ -1,7 +1,5 @@
 """`python -m engine.serve MODEL`: an OpenAI-compatible endpoint of a checked model."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -4,8 +4,6 @@ It listens before the model (and torch) is loaded; until then `/health` and requ
 A field that the server does not offer is refused by name, never ignored.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging
@@ -24,15 +22,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from engine.errors import EngineError
-from engine.openai_api import schema
-from engine.openai_api.http_server import (
-    HttpLimits,
-    HttpServer,
-    json_response,
-    listen,
-    read_body,
-    unless_gone,
-)
+from engine.openai_api import http_server, schema
 from engine.openai_api.schema import Answer, Completions, RequestError, RequestLimits
 from engine.serve import Identity
 
@@ -42,7 +32,7 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-class ServerLimits(HttpLimits, RequestLimits):
+class ServerLimits(http_server.HttpLimits, RequestLimits):
     """Limits of the native server on connections, requests and waiting times."""
 
     request_timeout: float = Field(600.0, gt=0, description="Longest wait for an answer, seconds")
@@ -84,9 +74,9 @@ class ApiServer:
             (EngineError, HTTPException, ClientDisconnect, TimeoutError, Exception), _refuse
         )
         app = Starlette(routes=routes, exception_handlers=refused)
-        listener = listen(host, port)
+        listener = http_server.listen(host, port)
         self.server_port: int = listener.getsockname()[1]
-        self._http = HttpServer(app, listener, self.limits)
+        self._http = http_server.HttpServer(app, listener, self.limits)
 
     def start(self, identity: Identity) -> None:
         """Answer requests in a thread, for the model of this identity."""
@@ -102,21 +92,21 @@ class ApiServer:
     async def _health(self, request: Request) -> Response:
         state, status = ("loading", 503) if self.backend is None else ("ok", 200)
         values = {"status": state, "engine": "native", "model": asdict(self.identity)}
-        return json_response(values, status)
+        return http_server.json_response(values, status)
 
     async def _models(self, request: Request) -> Response:
         context = None if self.backend is None else self.backend.context
         model = {"id": self.identity.name, "object": "model", "created": self.created}
         model |= {"owned_by": "hybridflyte", "max_model_len": context}
-        return json_response({"object": "list", "data": [model]})
+        return http_server.json_response({"object": "list", "data": [model]})
 
     async def _complete(self, request: Request) -> Response:
         deadline = asyncio.get_running_loop().time() + self.limits.request_timeout
-        data = await read_body(request, self.limits)
+        data = await http_server.read_body(request, self.limits)
         parse = partial(self._parse, request.scope["path"], data)
         completions = await _in_thread(len(data) > SMALL, parse)
         try:
-            return await unless_gone(request, self._respond(completions, deadline))
+            return await http_server.unless_gone(request, self._respond(completions, deadline))
         except asyncio.CancelledError:
             raise RequestError("the server is stopping", 503) from None
 
@@ -191,7 +181,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
         paths, status = " or ".join(schema.KINDS), error.status_code
         message = f"there is no {request.method} {request.url.path}; POST to {paths}"
-    return json_response(schema.error_body(message, status), status)
+    return http_server.json_response(schema.error_body(message, status), status)
 
 
 def _described(error: Exception) -> tuple[str, int]:

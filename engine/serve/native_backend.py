@@ -3,8 +3,6 @@
 What is decoded when is `fair_decoder`'s. Loads torch, so it is imported once the server listens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Sequence
@@ -12,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -59,8 +57,8 @@ class NativeBackend:
         self._large_texts = _Texts(copy.deepcopy(tokenizer), ThreadPoolExecutor(1))
         self._decoder = FairDecoder(engine, model)
 
-    @staticmethod
-    def load(folder: Path, max_model_len: int | None) -> NativeBackend:
+    @classmethod
+    def load(cls, folder: Path, max_model_len: int | None) -> Self:
         """Load a model's folder onto this process's device.
 
         Its weights are bfloat16 where the hardware computes in it, else float32. Raises ModelError
@@ -73,7 +71,7 @@ class NativeBackend:
         context = protocol.resolve_max_model_len(max_model_len, context_length(model))
         engine = protocol.create_engine("native", model, max_model_len=context)
         stops = stop_token_ids(tokenizer, model.generation_config)
-        return NativeBackend(engine, tokenizer, stops, context, int(shape.vocab_size), model)
+        return cls(engine, tokenizer, stops, context, int(shape.vocab_size), model)
 
     async def submit(self, request: Completions, limits: RequestLimits) -> Accepted:
         """Queue a request; RequestError for a prompt that can't be completed, and for too much."""

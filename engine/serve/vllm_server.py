@@ -1,7 +1,5 @@
 """Run vLLM's own server in another process, which starts, answers and ends within deadlines."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -6,8 +6,6 @@ data contract of `engine.data.contract`), `test_<name>.parquet` of each evaluati
 ledger of all files that were ingested, `arrivals.json`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -86,10 +84,7 @@ def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
 def write_splits(
     this: Stage, splits: Splits, tokenizer: PreTrainedTokenizerBase, data: DataConfig, context: int
 ) -> dict[str, float]:
-    """Write checked splits, their tokenizer and their card into the stage's folder.
-
-    Returns metrics: rows per split, rows that spell control tokens, longest prompt in tokens.
-    """
+    """Write checked splits, their tokenizer and their card into the stage's folder; metrics."""
     splits, spelled = apply_control_tokens(splits, tokenizer, data.control_tokens)
     splits, tokens = fit_to_context(splits, tokenizer, data, context)
     tables, digest, uri = splits.tables(), splits.source_digest, splits.source_uri
@@ -169,10 +164,7 @@ def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTr
 def apply_control_tokens(
     splits: Splits, tokenizer: PreTrainedTokenizerBase, policy: str
 ) -> tuple[Splits, int]:
-    """Keep, leave out or refuse rows that spell control tokens (`data.control_tokens`).
-
-    Returns the splits and how many such rows there were; DataError where they may not stay.
-    """
+    """Keep, leave out or refuse rows that spell control tokens; return how many there were, too."""
     total, tables = 0, dict[str, Any]()
     for name, frame in splits.tables().items():
         rows = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
@@ -195,11 +187,7 @@ def apply_control_tokens(
 def fit_to_context(
     splits: Splits, tokenizer: PreTrainedTokenizerBase, data: DataConfig, context: int
 ) -> tuple[Splits, dict[str, list[int]]]:
-    """Drop rows whose prompt is over `data.max_prompt_length` (if set), then check the context.
-
-    Returns the splits and the lengths of their prompts in tokens. Raises ModelError when prompt and
-    response don't fit the context, DataError for a prompt, or a split, that can't stay.
-    """
+    """Drop rows whose prompts are too long, and check the context; return prompts' lengths, too."""
     limit = data.max_prompt_length or context
     tables, tokens = {}, dict[str, list[int]]()
     for name, frame in splits.tables().items():

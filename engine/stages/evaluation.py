@@ -1,7 +1,5 @@
 """Stages that say what a model is worth: `evaluate`, the pages and end of a run, and `review`."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time
@@ -168,7 +166,7 @@ def answer_problems(
     share = share_of(sum(map(len, problems.values())), part)
     each = (share.stop - share.start) * (1 + config.samples)
     rows: dict[str, pd.DataFrame] = {}
-    bar = Progress(len(models) * each, "evaluate", "answer")
+    bar = Progress(len(models) * each, "evaluation", "answer")
     with bar:
         for name, folder in models.items():
 
@@ -268,10 +266,7 @@ def evaluation_page(
 
 
 def write_pages(run: RunContext, promotion: Path) -> Path:
-    """Write and show `report.html` and `lineage.html` of the model that `promotion` is about.
-
-    Artifacts stay as they are: the page in `evaluation` is from before the decision.
-    """
+    """Write and show `report.html` and `lineage.html` of the model that `promotion` is about."""
     parents = {parent.name: parent for parent in read_manifest(promotion).parents}
     evaluation, policy = (local_path(parents[name].uri) for name in ("evaluation", "policy"))
     folder, sets, graph = run_folder(run), summary.read_sets(evaluation), ""
@@ -289,7 +284,7 @@ def write_pages(run: RunContext, promotion: Path) -> Path:
         "known from training": "; ".join(f"{s.name}: {s.contamination}" for s in sets),
         **model_facts(parents["policy"].digest, policy, page=bool(graph)),
     }
-    made_of, verdict = read_manifest(evaluation).parents, read_verdict(promotion)
+    made_of, verdict = read_manifest(evaluation).parents, verdict_of(read_decision(promotion))
     page = evaluation_page(evaluation, policy, made_of, facts, verdict)
     write_text(folder / REPORT, page, FREE_SPACE)
     host().show("Evaluation", page)
@@ -305,11 +300,6 @@ def model_facts(digest: str, policy: Path, page: bool = False) -> dict[str, str 
     steps = read_policy_steps(policy)
     trained = {} if steps is None else {"step of training": str(steps)}
     return {"model": digest, **trained, "lineage": link if page else command}
-
-
-def read_verdict(promotion: Path) -> Verdict:
-    """Return what `decision.json` says, for a person."""
-    return verdict_of(read_decision(promotion))
 
 
 def verdict_of(decision: Mapping[str, Any]) -> Verdict:
@@ -364,7 +354,7 @@ def made_before(policy: Path) -> dict[str, Path]:
     return folders
 
 
-def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> dict[str, Any]:
+def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> dict[str, object]:
     """Collect the run's facts from its artifacts."""
     manifests = {name: read_manifest(folder) for name, folder in folders.items()}
     start = manifests["sft"].config.get("model")
@@ -406,7 +396,7 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
     }
 
 
-def write_summary(run: RunContext, facts: dict[str, Any]) -> Path:
+def write_summary(run: RunContext, facts: dict[str, object]) -> Path:
     """Write `runs/<run id>/summary.json` whole or not at all."""
     path = run_folder(run) / "summary.json"
     write_text(path, f"{json.dumps(facts, indent=2)}\n", FREE_SPACE)

@@ -3,8 +3,6 @@
 It is the model's own artifact (`rl`, `sft`) where that has a manifest, else `model`, a copy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterable
@@ -16,15 +14,7 @@ from engine.console import display_path, say
 from engine.errors import ConfigError, LineageError, StorageError
 from engine.stages.settings import RunContext
 from engine.stages.stage import Artifact, shared, show_facts, stage
-from engine.storage.artifacts import (
-    Draft,
-    Parent,
-    local_path,
-    publish,
-    read_manifest,
-    staging,
-    verify,
-)
+from engine.storage import artifacts
 from engine.storage.digests import MANIFEST, tree_digest
 from engine.storage.filesystem import artifact_path, fsync_tree, hub_folder, is_hub_id
 from engine.tracking import Tracker
@@ -63,10 +53,10 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
     if "://" not in reference and not Path(reference).exists():
         require_model_folder(reference, name)  # says what is wrong, unless it looks like a hub id
         return _publish_copy(hub_folder(reference, name), reference)
-    folder = local_path(reference)
+    folder = artifacts.local_path(reference)
     require_model_folder(str(folder), name)
     if (folder / MANIFEST).is_file():
-        verify(folder)
+        artifacts.verify(folder)
         return folder
     return _publish_copy(folder, reference)
 
@@ -80,21 +70,21 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
         here = _artifact_paths(kind, digest, own_digest)
         for path in (uri, *here) if uri else here:
             with contextlib.suppress(LineageError, StorageError, OSError):
-                require_tagged_content(folder := local_path(path), version)
+                require_tagged_content(folder := artifacts.local_path(path), version)
                 return folder
     if not digest:
         say(
             f"fetch: {version.name} version {version.version} has no tag {ARTIFACT_TAG}: whether "
             "its files are those that were registered can't be checked"
         )
-    with staging("download") as draft:
+    with artifacts.staging("download") as draft:
         folder = tracker.download_model(version, draft / "model")
         if not (folder / MANIFEST).is_file():
             return _publish_copy(folder, f"{REGISTERED}{version.name}/{version.version}")
-        manifest = read_manifest(folder)
+        manifest = artifacts.read_manifest(folder)
         target, alternative = _artifact_paths(manifest.kind, manifest.digest, manifest.own_digest)
         with contextlib.suppress(LineageError):  # missing or damaged
-            if verify(target).own_digest == manifest.own_digest:
+            if artifacts.verify(target).own_digest == manifest.own_digest:
                 return target
             target = alternative  # the children of what is there refer to that manifest
         fsync_tree(folder)
@@ -113,11 +103,13 @@ def _artifact_paths(kind: str, digest: str, manifest: str) -> tuple[Path, Path]:
 
 def _publish_copy(folder: Path, source: str) -> Path:
     """Publish a copy of a folder without a manifest."""
-    with staging("model") as draft:
+    with artifacts.staging("model") as draft:
         shutil.copytree(folder, draft, dirs_exist_ok=True)
         digest = tree_digest(draft)
-        parent = Parent(name="source", kind="source", digest=digest, uri=source)
-        return publish(draft, Draft(kind="model", parents=(parent,), config={"source": source}))
+        parent = artifacts.Parent(name="source", kind="source", digest=digest, uri=source)
+        return artifacts.publish(
+            draft, artifacts.Draft(kind="model", parents=(parent,), config={"source": source})
+        )
 
 
 def publish_start_model(
@@ -132,7 +124,9 @@ def publish_start_model(
         path = start.path
         source = hub_folder(path) if is_hub_id(path) else Path(path)
         if (source / MANIFEST).is_file():  # of ours, so that its lineage goes on
-            this.parents.append(read_manifest(source).as_parent("start", str(source.absolute())))
+            this.parents.append(
+                artifacts.read_manifest(source).as_parent("start", str(source.absolute()))
+            )
         left_out = shutil.ignore_patterns(MANIFEST)
         shutil.copytree(source, this.folder, ignore=left_out, dirs_exist_ok=True)
         tokenizer = load_tokenizer(data / "tokenizer")
@@ -142,13 +136,13 @@ def publish_start_model(
         return this.publish({})
 
 
-def first_model(parents: Iterable[Parent]) -> Literal["warm_start", "start_model"]:
+def first_model(parents: Iterable[artifacts.Parent]) -> Literal["warm_start", "start_model"]:
     """Return what RL started from, by the parents of its policy or evaluation."""
     kinds = {parent.name: parent.kind for parent in parents}
     return START_MODEL if kinds.get("warm_start") == START_MODEL else "warm_start"
 
 
-def trained_by(parents: Iterable[Parent]) -> Literal["", "preference"]:
+def trained_by(parents: Iterable[artifacts.Parent]) -> Literal["", "preference"]:
     """Return what trained an evaluation's policy, where it was not RL."""
     kinds = {parent.name: parent.kind for parent in parents}
     return "preference" if kinds.get("policy") == "preference" else ""

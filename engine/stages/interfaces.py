@@ -4,8 +4,6 @@ It is read from the stage's source: importing that loads torch, for which no com
 before a stage runs.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -25,7 +23,7 @@ def _functions(module: str) -> dict[str, ast.FunctionDef]:
 
 
 def signature_of(
-    body: str, types: Mapping[str, Any], gives: Any = None, **inputs: Any
+    body: str, types: Mapping[str, object], gives: object = None, **inputs: object
 ) -> inspect.Signature:
     """Return the signature of a stage's function as a front's task has it.
 
@@ -49,7 +47,7 @@ def signature_of(
     return signature(kinds, gives or type_of(node.returns), **dict(defaults))
 
 
-def signature(inputs: Mapping[str, Any], gives: Any, **defaults: Any) -> inspect.Signature:
+def signature(inputs: Mapping[str, object], gives: object, **defaults: object) -> inspect.Signature:
     """Return the signature of a function with inputs of these types, by name."""
     kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     parameters = [
@@ -59,17 +57,22 @@ def signature(inputs: Mapping[str, Any], gives: Any, **defaults: Any) -> inspect
     return inspect.Signature(parameters, return_annotation=gives)
 
 
-def docstring_of(body: str) -> str:
-    """Return what a stage's function, `module.function` of `engine.stages`, says it does."""
-    module, name = body.split(".")
-    return ast.get_docstring(_functions(module)[name]) or ""
+def function_of(
+    body: str, call: Callable[..., Any], front: str, signature: inspect.Signature
+) -> Callable[..., Any]:
+    """Return the function, in the front's module, of a stage's task; see `signature_of`.
 
-
-def function_of(body: str) -> Callable[..., Any]:
-    """Return a stage's function, `module.function` of `engine.stages`, and load its module."""
+    `call(function, **inputs)` calls the stage's function, whose module is loaded then, and makes
+    outputs of its result.
+    """
     module, name = body.split(".")
-    function: Callable[..., Any] = getattr(getattr(stages, module), name)
-    return function
+
+    @functools.wraps(call)  # flytekit takes no function that is local to another one
+    def run_stage(**inputs: object) -> Any:
+        return call(getattr(getattr(stages, module), name), **inputs)
+
+    about = ast.get_docstring(_functions(module)[name]) or ""
+    return declare(run_stage, name, front, signature, about)
 
 
 def declare(

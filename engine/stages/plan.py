@@ -4,8 +4,6 @@ What settings refer to by name is pinned, so that changed files miss the cache: 
 commit that it is loaded at; data, code (without what it imports), files and folders get a digest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -34,15 +32,17 @@ from engine.config import (
 )
 from engine.console import say
 from engine.data.cells import texts_of
+from engine.data.row_files import address_digest, data_files
 from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
 from engine.registry import import_plugins
 from engine.rewards import require_rewards
 from engine.rewards.reward_function import reward_module
 from engine.stages import profiles, settings
-from engine.stages.profiles import Profile, changed
+from engine.stages.profiles import Profile
 from engine.stages.stage import Artifact, execution_tags, host, library_versions, show_run
 from engine.storage import digests, signatures
+from engine.storage.artifacts import read_manifest
 from engine.storage.digests import PACKAGES, sources_digest
 from engine.storage.filesystem import as_path, home, is_remote, pin_revision, require_model_name
 from engine.tracking import Tracker
@@ -186,13 +186,12 @@ def plan_promotion(
     """Check that the evaluation is of this model on this data, as configured; open the run."""
     from engine.evaluation.comparability import require_same_settings
     from engine.promotion.gate import check_evidence
-    from engine.storage.artifacts import read_manifest
 
     machines, data = profiles.read_profile(profile), dataset.local()
     config = with_overrides(config, seed=seed)
     check_signatures(config)
     evidence = check_evidence(data, policy.local(), evaluation.local())
-    promotion = promotion_settings(changed(config, "evaluate", pinned_evaluation(config)))
+    promotion = promotion_settings(config.replaced({"evaluate": pinned_evaluation(config)}))
     require_same_settings(evidence, promotion.data, promotion.evaluate, promotion.seed)
     Tracker(experiment=config.tracking.experiment).check()
     run = open_run(config, read_manifest(data).digest, "promote_only")
@@ -349,8 +348,6 @@ def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> setting
 
 def preferences_digest(pairs: PairsConfig) -> str:
     """Return the SHA-256 (hex) of the files of preferences; empty for rollouts."""
-    from engine.data.row_files import address_digest, data_files
-
     if not pairs.path:
         return ""
     if not is_remote(pairs.path) and not as_path(pairs.path).exists():
@@ -391,26 +388,25 @@ def check_preference_stages(config: PipelineConfig, workflow: str) -> None:
 
 def pin_named_content(config: C) -> C:
     """Return the settings with what `rl`, `pairs` and `evaluate` name pinned; or ModelError."""
-    rl = config.rl
-    for setting in ("algorithm.teacher", "critic.model_path"):
-        rl = changed(rl, setting, pin_revision(attrgetter(setting)(rl), f"rl.{setting}"))
-    several = "algorithm.distillation.teachers"
-    teachers = list(rl.algorithm.distillation.teachers)
-    for i, teacher in enumerate(teachers):
-        commit = pin_revision(teacher.model, f"rl.{several}[{i}].model")
-        teachers[i] = changed(teacher, "model", commit)
-    rl = changed(rl, several, tuple(teachers))
-    rl = changed(rl, "named_content", named_content(rl))
+    rl, several = config.rl, "algorithm.distillation.teachers"
+    named = ("algorithm.teacher", "critic.model_path")
+    pins: dict[str, object] = {s: pin_revision(attrgetter(s)(rl), f"rl.{s}") for s in named}
+    pins[several] = tuple(
+        teacher.replaced({"model": pin_revision(teacher.model, f"rl.{several}[{i}].model")})
+        for i, teacher in enumerate(rl.algorithm.distillation.teachers)
+    )
+    rl = rl.replaced(pins)
+    rl = rl.replaced({"named_content": named_content(rl)})
     if rl.rollout.multi_turn.enable:
         agent = pinned_agent(rl.rollout.agent, rl.rollout.multi_turn)
-        rl = changed(rl, "rollout.agent", agent)
+        rl = rl.replaced({"rollout.agent": agent})
     pinned = {"pairs": _with_reward_code(config.ranking()), "evaluate": pinned_evaluation(config)}
     return config.model_copy(update={"rl": rl, **pinned})
 
 
 def pin_model_commit(config: C) -> C:
     """Return the settings with the commit of a hub id in `model.path`; ModelError if unknown."""
-    return changed(config, "model.path", pin_revision(config.model.path))
+    return config.replaced({"model.path": pin_revision(config.model.path)})
 
 
 def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
@@ -419,23 +415,20 @@ def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:
     folder = evaluate.lm_eval.include_path
     if folder and Path(folder).is_dir():
         content = digests.tree_digest(Path(folder))
-        evaluate = changed(evaluate, "lm_eval.named_content", content)
+        evaluate = evaluate.replaced({"lm_eval.named_content": content})
     if evaluate.multi_turn is not None and evaluate.multi_turn.enable:
         agent = pinned_agent(evaluate.environments, evaluate.multi_turn)
-        evaluate = changed(evaluate, "agent", agent)
+        evaluate = evaluate.replaced({"agent": agent})
     return evaluate
 
 
 def _with_reward_code(config: Scored) -> Scored:
     code = _code_digest(_reward_names(config.scorer), *config.plugins)
-    return changed(config, "named_content", code)
+    return config.replaced({"named_content": code})
 
 
 def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig:
-    """Return the settings of episodes, with the digest of environment or agent, tools and parser.
-
-    Options count with the modules and files that they name.
-    """
+    """Return the settings of episodes, with the digest of all modules and files that they name."""
     from engine.agents.agent_runner import agent_files
 
     environment, play = agent.environment, agent.play
@@ -444,7 +437,7 @@ def pinned_agent(agent: AgentConfig, multi_turn: MultiTurnConfig) -> AgentConfig
     named += [] if files else [play.name]
     contents = [digests.hash_file(name) for name in (*named, *files) if os.path.isfile(name)]
     content = _joined(_code_digest(named), *contents)
-    return changed(agent, "named_content", content)
+    return agent.replaced({"named_content": content})
 
 
 def _reward_names(reward: RewardConfig) -> list[str]:

@@ -1,7 +1,5 @@
 """Stages that make preferences and learn from them: a policy, or a reward model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -295,7 +293,7 @@ def learn_in_rounds(
     # A round's pairs don't depend on how many others there are.
     config = pairs_settings.config.model_copy(update={"rounds": 1})
     reference = settings.model_copy(update={"config": reference_settings(settings.config)})
-    policy: Any = start
+    policy = start
     for number in range(pairs_settings.config.rounds):
         seed = {"seed": settings.seed + number}
         sampled = pairs_settings.model_copy(update={"config": config, **seed})

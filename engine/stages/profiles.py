@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from engine.config import (
     OfflineConfig,
@@ -219,29 +219,35 @@ def _sizes(config: PipelineConfig, parallel: ParallelConfig, *, has_gpus: bool) 
 
 def rl_estimate(config: PipelineConfig, profile: Profile) -> Iterator[str]:
     """Yield lines about the memory, time and cost of RL on these machines."""
+    from engine import planner
     from engine.models.loading import new_model_config
     from engine.parallel.layout import Layout
     from engine.trainers import auto_placement
 
     rl, steps, price = config.rl, config.rl.trainer.total_training_steps, config.tracking
     ranks = Layout.of(rl.actor.parallel).world_size
-    machines = ranks, min(ranks, profile.gpus or ranks), profile.accelerator
     with tempfile.TemporaryDirectory() as folder:
         if not config.model.path:  # the data may need fewer tokens
             new_model_config(config.model, config.data.vocab_size).save_pretrained(folder)
-            config = changed(config, "model.path", folder)
+            config = config.replaced({"model.path": folder})
+        sizes = _sizes(config, rl.actor.parallel, has_gpus=profile.gpus > 0)
         try:
-            work = auto_placement.workload(
-                rl, **_sizes(config, rl.actor.parallel, has_gpus=profile.gpus > 0)
-            )
+            work = auto_placement.workload(rl, **sizes)
         except ConfigError as error:
             yield f"estimate  none: {error}"
             return
     candidate, fixed = auto_placement.rl_candidate(rl), auto_placement.fixed_settings(rl)
-    estimate = auto_placement.step_estimate(work, candidate, *machines, fixed)
-    hours = steps * estimate.seconds / 3600
+    if rl.trainer.placement == "auto" and profile.accelerator:
+        there = cluster(profile, auto_placement.gpu_kinds(rl))
+        plan = auto_placement.plan_for(rl, work, there, sizes["lora"])
+        yield from planner.explain(plan).splitlines()
+        chosen = plan.chosen
+        work, candidate, ranks = chosen.work, chosen.candidate, chosen.allocation.ranks
+    machines = ranks, min(ranks, profile.gpus or ranks), profile.accelerator
+    seconds, lines = auto_placement.step_estimate(work, candidate, *machines, fixed)
+    hours = steps * seconds / 3600
     yield f"estimate  of RL on {ranks} × {profile.accelerator or 'CPU'}, every row at its longest"
-    yield from estimate.lines
+    yield from lines
     yield f"total     {human_time(hours * 3600)} for {steps} steps, roughly"
     cost = f"{hours * price.price_per_hour:.2f}, at {price.price_per_hour:g} an hour"
     yield f"cost      {cost if price.price_per_hour else 'not known; set tracking.price_per_hour'}"
@@ -258,18 +264,7 @@ def cluster(profile: Profile, kinds: Mapping[str, Device] | None = None) -> Clus
     return Cluster(tuple(Machine(f"worker {n}", *size) for n in numbers), kinds or {})
 
 
-S = TypeVar("S", bound=BaseModel)
 C = TypeVar("C", bound=PipelineConfig)
-
-# Roles that share the policy's processes, in the order in which they are built.
-_POLICY_ROLES = ("actor", "rollout", "reference", "teacher", "critic")
-
-
-def changed(section: S, path: str, value: object) -> S:
-    """Return a copy of settings with this value at a dotted path; it is not validated."""
-    name, _, rest = path.partition(".")
-    inner = changed(getattr(section, name), rest, value) if rest else value
-    return section.model_copy(update={name: inner})
 
 
 def apply_profile(config: C, profile: Profile) -> C:
@@ -328,40 +323,40 @@ def _on_gpus(config: OfflineConfig, profile: Profile) -> OfflineConfig:
 
 
 def _rl_on_gpus(rl: RLConfig, profile: Profile) -> RLConfig:
-    """Fill in layout and pools; of `auto`, which the planner lays out, the compute dtype alone."""
-    parallel = rl.actor.parallel
-    if rl.trainer.placement == "auto":
+    """Fill in layout and pools; of what the planner lays out, the compute dtype alone.
+
+    That is `auto`, and modes whose samplers have GPUs of their own, unless pools are set.
+    """
+    trainer, parallel = rl.trainer, rl.actor.parallel
+    apart = trainer.mode != "sync" and not trainer.pools
+    if trainer.placement == "auto" or apart:
+        if apart and profile.max_gpus == 1 and rl.rollout.engine != "server":
+            raise ConfigError(
+                f"rl.trainer.mode={trainer.mode} wants a GPU for the trainer and one for rollout, "
+                f"and profile={profile.name} has one; set rl.trainer.mode=sync"
+            )
         say("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")
         # The planner treats any layout that differs from the default as the user's choice.
         compute_dtype = parallel.compute_dtype or profile.layout.compute_dtype
-        return changed(rl, "actor.parallel.compute_dtype", compute_dtype)
-    if rl.trainer.mode != "sync":
-        say(
-            f"plan: rl.trainer.mode={rl.trainer.mode}: layout and pools stay as configured, as "
-            "rollout processes need GPUs of their own (rl.trainer.pools)"
-        )
-        return rl
-    if parallel == ONE_RANK:  # what fits is chosen where the GPUs are
-        layout = profile.parallel or changed(profile.layout, "activation_checkpointing", None)
-        rl = changed(rl, "actor.parallel", layout)
+        planned = {"trainer.placement": "auto", "actor.parallel.compute_dtype": compute_dtype}
+        return rl.replaced(planned)
+    if parallel == ONE_RANK and trainer.mode == "sync":  # what fits is chosen where the GPUs are
+        layout = profile.parallel or profile.layout.replaced({"activation_checkpointing": None})
+        rl = rl.replaced({"actor.parallel": layout})
     _check_size("rl.actor.parallel", rl.actor.parallel, profile)
-    return rl if rl.trainer.pools else changed(rl, "trainer.pools", _pools(rl, profile))
+    return rl if rl.trainer.pools else rl.replaced({"trainer.pools": _pools(rl, profile)})
 
 
 def _pools(rl: RLConfig, profile: Profile) -> tuple[PoolConfig, ...]:
     """Return the policy's roles on one GPU a rank, all other roles on a core of their own."""
-    from engine.dataflows import choose_dataflow
-    from engine.dataflows.algo import RequiredPasses
     from engine.registry import import_plugins
+    from engine.trainers import run_spec
 
     import_plugins(rl.plugins)
-    dataflow = choose_dataflow(rl.algorithm)
-    roles = RequiredPasses.of(rl, dataflow).roles(dataflow)
-    policy = tuple(role for role in _POLICY_ROLES if role in roles)
-    others = tuple(sorted(roles - set(policy)))  # the reward, at least
+    policy, *others = run_spec.default_pools(run_spec.run_roles(rl)[1])
     return (
         PoolConfig(roles=policy, cpus=_cpus(profile), gpus=1.0),
-        PoolConfig(roles=others, cpus=1.0),
+        PoolConfig(roles=sum(others, ()), cpus=1.0),  # the reward, at least
     )
 
 

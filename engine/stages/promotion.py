@@ -1,7 +1,5 @@
 """Stages that move a champion's alias: `promote`, `reward_model_promotion` and `rollback`."""
 
-from __future__ import annotations
-
 import json
 import math
 import tempfile
@@ -102,10 +100,7 @@ def compare_and_decide(
     champion: ModelVersion | None,
     approved_by: str,
 ) -> tuple[Decision, Parent | None]:
-    """Compare with the champion, or the warm start; `datasets` are all of its lineage.
-
-    Returns the champion's evaluation as well, where it was there already.
-    """
+    """Compare with the champion, or the warm start; return an earlier evaluation of it, too."""
     folder, evaluate, rules = this.inputs["evaluation"], settings.evaluate, settings.config
     manifest, after = read_manifest(folder), read_rows(folder, "rl")
     problems = read_problems(this.inputs["dataset"])
@@ -262,8 +257,7 @@ def decide(
 
 def read_decision(folder: Path) -> dict[str, Any]:
     """Return `decision.json` of a promotion's folder."""
-    decision: dict[str, Any] = json.loads((folder / "decision.json").read_text())
-    return decision
+    return json.loads((folder / "decision.json").read_text())
 
 
 def waits_for_approval(promotion: Artifact) -> bool:

@@ -3,8 +3,6 @@
 `evaluate` records what it found, the report shows it, and `promote.require_reward_audit` asks it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

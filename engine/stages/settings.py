@@ -4,8 +4,6 @@ A plan splits a configuration into `SFTSettings` of the stage `sft` and others, 
 setting changes the inputs of those stages alone that read it.
 """
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict

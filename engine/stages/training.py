@@ -3,8 +3,6 @@
 Training on preferences is in `preferences`, reward models are in `reward_model`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -314,7 +312,7 @@ def rl(
             on_page=host().live_page("Rollouts"),
         )
         log = rl_run.RunLog(this.tracked, logs, step_lines="console" in run.logger)
-        say(rl_run.headline(config))
+        say(rl_run.headline(config, training.loader.batch_size))
         trained = rl_run.train_policy(training, log)
         steps = pd.DataFrame(trained.history)
         steps[MODEL] = steps["step"] == trained.final.step

@@ -8,8 +8,6 @@ their manifest.json, so an edit of a manifest's own words shows in its children,
 `manifest_digest` of a model's version.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import hashlib
@@ -378,10 +376,7 @@ def _is_copy(target: Path, manifest: bytes) -> bool:
 
 
 def _target_of(manifest: Manifest) -> Path:
-    """Return where an artifact goes: named by content, and by its making where two have that.
-
-    A signed one does not give way to one that its key did not sign.
-    """
+    """Return where an artifact goes: named by content, and by its making where two have that."""
     target = filesystem.artifact_path(manifest.kind, manifest.digest)
     for where in dict.fromkeys((str(target), filesystem.shared_address(target))):
         try:
@@ -394,6 +389,7 @@ def _target_of(manifest: Manifest) -> Path:
             continue
         made_by = manifest.inputs_digest
         if manifest.signed and existing.signature_fault({manifest.signed.key}):
+            # It does not give way to one that its key did not sign.
             made_by = json_digest({"inputs": made_by, "key": manifest.signed.key})
         elif existing.inputs_digest == made_by:
             continue

@@ -1,7 +1,5 @@
 """SHA-256 of files where they lie, and of the code that runs, with the code's version by git."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

@@ -4,8 +4,6 @@ Writes to a local disk are whole or not there. `Files` has S3's endpoint, creden
 retries: s3fs's and botocore's own retries are off, because they multiply. Writing to S3 is in `s3`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json
@@ -219,7 +217,7 @@ def hub_folder(hub_id: str, setting: str = "model.path") -> Path:
         ) from error
 
 
-def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None:
+def refuse_own_code(path: str) -> None:
     """Raise ModelError for a model whose folder brings Python code of its own (`auto_map`)."""
     from huggingface_hub import hf_hub_download
 
@@ -233,8 +231,9 @@ def refuse_own_code(path: str, setting: str = "model.trust_remote_code") -> None
         return  # what can't be read is refused where the model is loaded
     if isinstance(config, dict) and config.get("auto_map"):
         raise ModelError(
-            f"{setting}=true, and {path} brings Python code ({sorted(config['auto_map'])}), which "
-            "is never run here; set it to false where transformers has a class for this model"
+            f"model.trust_remote_code=true, and {path} brings Python code "
+            f"({sorted(config['auto_map'])}), which is never run here; set it to false where "
+            "transformers has a class for this model"
         )
 
 

@@ -3,14 +3,13 @@
 Which files make a checkpoint is in `engine.checkpoint.format`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Self
 
 from engine.errors import CheckpointError, DamagedCheckpointError, StorageError
 from engine.storage import filesystem
@@ -37,8 +36,8 @@ class Folder:
         self.uri, self.path = self.files.uri, self.files.path
         self.is_local = self.files.is_local
 
-    def __truediv__(self, name: str) -> Folder:
-        return Folder(f"{self.uri}/{name}")
+    def __truediv__(self, name: str) -> Self:
+        return type(self)(f"{self.uri}/{name}")
 
     def __str__(self) -> str:
         return self.uri
@@ -92,7 +91,7 @@ class Folder:
         with self._writing(""):
             filesystem.fsync_tree(Path(self.path))
 
-    def move(self, target: Folder) -> bool:
+    def move(self, target: Self) -> bool:
         """Rename a local folder; return False, without effect, when there is one there."""
         with self._writing(""):
             filesystem.fsync(Path(self.path))

@@ -1,7 +1,5 @@
 """Rows of JSON, one object a line or in one array, that Parquet and UTF-8 can hold, too."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -3,8 +3,6 @@
 A row that can't be read costs itself alone. What columns mean is for `engine.data.contract` to say.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io
@@ -85,8 +83,7 @@ def parquet_rows(file: BinaryIO, name: str) -> Iterator[json_rows.Numbered]:
 
 def _row_of(batch: pa.RecordBatch, at: int, where: str) -> json_rows.Row | DataError:
     try:
-        row: json_rows.Row = batch.slice(at, 1).to_pylist()[0]
-        return row
+        return batch.slice(at, 1).to_pylist()[0]
     except _UNREADABLE as error:
         return DataError(f"{where}: can't be read ({filesystem.error_text(error)}); write it again")
 

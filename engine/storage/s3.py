@@ -6,8 +6,6 @@ files, and take a completion whose answer was lost for a failure. boto3's would 
 trailers, which not all stores know.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -5,8 +5,6 @@ two tensors for all of a layer's experts, `gate_up_proj` [E, 2·I, H], the gate'
 `down_proj` [E, H, I]. `stack_experts` and `file_tensors` translate.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

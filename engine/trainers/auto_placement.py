@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from engine.models import MIXTURES, resolve_dtype, text_config
 from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import AXES, Experts, Layout, ModelShape
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
+from engine.planner.explain import options_text, peak_parts
 from engine.planner.layout_search import BUDGET, PricedCandidate
 from engine.planner.memory import Memory, estimate
 from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of
@@ -38,7 +39,6 @@ from engine.trainers.layout_checks import check_layouts
 _BASE_BYTES = {"": 0.0, "nf4": 0.52, "int8": 1.0}  # an element of a quantised base
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
-_MEMORY_OPTIONS = ("offload_policy", "activation_checkpointing", "offload_optimizer")
 _DTYPES = {"": 0.0, "float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 
 
@@ -79,6 +79,7 @@ def workload(
         adapters=_adapters(shape, lora),
         quantized=bool(lora.quantize),
         reference="reference" in roles and not lora.rank,
+        moves_reference=config.reference.offload_params,
         teachers=tuple(_shape(text_config(path)) for path in teachers),
         critic=critic,
         critic_shape=critic_shape,
@@ -228,8 +229,8 @@ def _with_memory(config: RLConfig, chosen: PricedCandidate, roles: Collection[st
         if section.max_tokens_per_micro_batch == BUDGET:
             changes[f"{role}.max_tokens_per_micro_batch"] = candidate.tokens
         own = section.parallel and section.parallel.activation_checkpointing is None
-        if own and candidate.activation_checkpointing:
-            changes[f"{role}.parallel.activation_checkpointing"] = True
+        if own and (checkpointing := candidate.activation_checkpointing):
+            changes[f"{role}.parallel.activation_checkpointing"] = checkpointing
     if chosen.rollout_memory and chosen.allocation.gpus and not work.kv_cache:
         share, rows = work.memory_share, work.decode_rows
         setting = "vllm.gpu_memory_utilization" if share else "max_num_seqs"
@@ -307,24 +308,19 @@ def apply_candidate(
     ahead: planner.Samplers | None = None,
 ) -> RLConfig:
     """The settings with a candidate's layout, and the samplers, placed on Ray."""
-    changes: dict[str, object] = {axis: getattr(candidate.layout, axis) for axis in AXES}
-    actor = {"parallel": config.actor.parallel.model_copy(update=changes)}
-    trainer: dict[str, object] = {"placement": "ray"}
-    rollout: dict[str, object] = {}
-    if run_spec.sampler_count(config.trainer):
-        trainer["rollout_threads"] = _sampler_threads(config, allocation)
+    sizes, trainer = candidate.layout.sizes, config.trainer
+    changes: dict[str, object] = {f"actor.parallel.{axis}": size for axis, size in sizes.items()}
+    if run_spec.sampler_count(trainer):
+        changes["trainer.rollout_threads"] = _sampler_threads(config, allocation)
     else:
-        rollout["tensor_parallel_size"] = candidate.rollout_tp
+        changes["rollout.tensor_parallel_size"] = candidate.rollout_tp
     if ahead is not None:
-        trainer["rollout_workers"] = ahead.count
-        rollout["tensor_parallel_size"] = ahead.tp
+        changes["trainer.rollout_workers"] = ahead.count
+        changes["rollout.tensor_parallel_size"] = ahead.tp
         if ahead.tp > 1:
-            rollout["vllm"] = config.rollout.vllm.model_copy(update={"in_process": False})
-    trainer["pools"] = config.trainer.pools or _pools(config, allocation, roles, ahead)
-    sections = {"actor": actor, "rollout": rollout, "trainer": trainer}
-    return config.model_copy(
-        update={k: getattr(config, k).model_copy(update=v) for k, v in sections.items()}
-    )
+            changes["rollout.vllm.in_process"] = False
+    pools = trainer.pools or _pools(config, allocation, roles, ahead)
+    return config.replaced(changes | {"trainer.placement": "ray", "trainer.pools": pools})
 
 
 def fixed_settings(config: RLConfig) -> planner.FixedSettings:
@@ -336,12 +332,10 @@ def fixed_settings(config: RLConfig) -> planner.FixedSettings:
         axes={axis: size for axis, size in axes.items() if size != getattr(ParallelConfig(), axis)},
         rollout_tp=candidate.rollout_tp if candidate.rollout_tp > 1 else None,
         tokens=None if candidate.tokens == BUDGET else candidate.tokens,
-        offload_policy=candidate.offload_policy,
-        offload_optimizer=candidate.offload_optimizer,
+        options=candidate,
         activation_checkpointing=parallel.activation_checkpointing,
         rollout_memory=rollout.max_num_seqs != defaults.max_num_seqs
         or rollout.vllm.gpu_memory_utilization != defaults.vllm.gpu_memory_utilization,
-        sequence_parallel=candidate.sequence_parallel,
     )
 
 
@@ -386,11 +380,8 @@ def _check_rows(config: RLConfig, candidate: planner.Candidate) -> None:
 
 def rl_candidate(config: RLConfig) -> planner.Candidate:
     """The layout that the settings say."""
-    parallel, tp = config.actor.parallel, config.rollout.tensor_parallel_size
-    names = (*_MEMORY_OPTIONS, "sequence_parallel")
-    options = {name: bool(getattr(parallel, name)) for name in names}
-    tokens = config.actor.max_tokens_per_micro_batch
-    return planner.Candidate(Layout.of(parallel), tp, tokens, **options)
+    candidate = sft_candidate(config.actor.parallel, config.actor.max_tokens_per_micro_batch)
+    return replace(candidate, rollout_tp=config.rollout.tensor_parallel_size)
 
 
 def check_rl_memory(
@@ -414,9 +405,8 @@ def check_rl_memory(
     if need <= available:
         return
     unset = ParallelConfig(compute_dtype=config.actor.parallel.compute_dtype)
-    actor = config.actor.model_copy(update={"parallel": unset})
-    trainer = config.trainer.model_copy(update={"placement": "auto", "pools": ()})
-    free = config.model_copy(update={"actor": actor, "trainer": trainer})
+    auto = {"trainer.placement": "auto", "trainer.pools": ()}
+    free = config.replaced({"actor.parallel": unset, **auto})
     instead = _fitting("rl.actor", lambda: plan_for(free, work, cluster, lora))
     raise PlacementError(
         f"rl can't fit: with rl.actor.parallel {candidate.layout} a GPU keeps {need / GIB:.0f} GiB "
@@ -468,7 +458,8 @@ def sft_workload(config: OfflineConfig, **model: Any) -> planner.Workload:
 
 def sft_candidate(parallel: ParallelConfig, tokens: int = 1) -> planner.Candidate:
     """The layout of training on rows, in micro-batches of so many tokens."""
-    options = {name: bool(getattr(parallel, name)) for name in _MEMORY_OPTIONS}
+    names = (f.name for f in fields(planner.Candidate) if f.name in ParallelConfig.model_fields)
+    options: dict[str, Any] = {name: getattr(parallel, name) or False for name in names}
     return planner.Candidate(Layout.of(parallel), tokens=tokens, **options)
 
 
@@ -485,14 +476,6 @@ def _gpu_memory(cluster: planner.Cluster) -> int:
     return min(machine.gpu_memory for machine in cluster.machines if machine.gpus)
 
 
-@dataclass(frozen=True, slots=True)
-class StepEstimate:
-    """What a step takes, roughly."""
-
-    seconds: float
-    lines: list[str]  # about memory and time
-
-
 def step_estimate(
     work: planner.Workload,
     candidate: planner.Candidate,
@@ -500,8 +483,8 @@ def step_estimate(
     per_machine: int,
     accelerator: str,
     fixed: planner.FixedSettings | None = None,
-) -> StepEstimate:
-    """Price a step of `work` on GPUs (`accelerator`), else on this CPU.
+) -> tuple[float, list[str]]:
+    """Seconds of a step of `work` on GPUs (`accelerator`) or this CPU, and lines about it.
 
     `fixed`: what the settings leave open beyond that a run on GPUs chooses, as here.
     """
@@ -509,22 +492,17 @@ def step_estimate(
     priced, memory = PricedCandidate(work, candidate, allocation), allocation.memory
     if fixed is not None and accelerator:
         priced = planner.fitted(work, candidate, allocation, fixed) or priced
-    needed, price = priced.memory, priced.price
-    names = ("weights", "gradients", "moments", "activations", "rollout", "cache")
-    sizes = {name.replace("rollout", "rollout copy"): getattr(needed, name) for name in names}
-    large = {name: size / GIB for name, size in sizes.items() if size >= GIB / 100}
-    shown = ", ".join(f"{name} {size:.2f}" for name, size in large.items())
+    needed, price, decoding = priced.memory, priced.price, priced.price.rollout + priced.price.ahead
     verdict = "fits" if priced.fits else f"does not fit: {priced.lacks} needs more"
-    decoding = price.rollout + price.ahead
     lines = [
         f"memory    {needed.peak / GIB:.2f} of {memory / GIB:.1f} GiB a rank at most, in "
         f"{needed.when}; {verdict}",
-        f"          {shown or 'next to nothing'}",
+        f"          {peak_parts(priced)}; {options_text(priced)}",
         f"time      {price.total:.3g} s a step, roughly: training {price.compute:.3g}, between "
         f"ranks {price.traffic + price.switch:.3g}"
         + (f", rollout {decoding:.3g}" if work.decodes else ""),
     ]
-    return StepEstimate(price.total, lines)
+    return price.total, lines
 
 
 def _allocation(ranks: int, per_machine: int, accelerator: str, memory: int = 0) -> Allocation:

@@ -197,9 +197,15 @@ def _check_routing(config: RLConfig, setting: str) -> None:
             "actor.router_replay.mode=R3 repeats what rollout's routers chose, and rollout doesn't "
             "record it; set rollout.enable_rollout_routing_replay=true"
         )
-    if rollout.engine != "native" or rollout.parts > 1 or run_mode == "async":
+    where, capabilities = "actor.router_replay.mode=R3 with rollout.", engine_capabilities(rollout)
+    if "enable_rollout_routing_replay" not in capabilities.settings:
         raise ConfigError(
-            f"actor.router_replay.mode=R3 with rollout.engine={rollout.engine}, rollout.parts="
-            f"{rollout.parts} and trainer.mode={run_mode}: native records experts in whole batches "
-            "alone; set them to native, 1 and sync or one_step_off, or actor.router_replay.mode=R2"
+            f"{where}engine={rollout.engine}, which doesn't record experts; set it to native or "
+            "vllm, or actor.router_replay.mode=R2"
+        )
+    if (rollout.parts > 1 or run_mode == "async") and not capabilities.streams_experts:
+        raise ConfigError(
+            f"{where}engine={rollout.engine}, rollout.parts={rollout.parts} and trainer.mode="
+            f"{run_mode}: it records experts in whole batches alone; set them to vllm, or to "
+            "1 and sync or one_step_off, or actor.router_replay.mode=R2"
         )

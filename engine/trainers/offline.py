@@ -113,6 +113,21 @@ def recorded_settings(config: OfflineConfig) -> dict[str, object]:
     return flatten({config.section: config.model_dump(mode="json", exclude=MAY_DIFFER)})
 
 
+def run_settings(config: OfflineConfig, seed: int, start: str, rows: int) -> dict[str, object]:
+    """What a checkpoint records: a resumed run must share it, but for what may change."""
+    inputs = {"seed": seed, "start": start, "data": {"rows": rows}}
+    return recorded_settings(config) | flatten(inputs)
+
+
+def changed_settings(
+    config: OfflineConfig, checkpoint: Checkpoint, settings: dict[str, object]
+) -> list[StateDict]:
+    """What changed since the run of a checkpoint began: see `resume.changed_settings`."""
+    may_change = [f"{config.section}.{name}" for name in MAY_CHANGE]
+    defaults = recorded_settings(type(config)())
+    return resume.changed_settings(checkpoint, settings, may_change, defaults)
+
+
 _CHUNK = 1024  # examples of one call to the ranks
 Example = TypeVar("Example", bound=AnyExample)
 OnStep = Callable[[int, int, dict[str, float]], None]  # step (1-based), total steps, metrics
@@ -239,7 +254,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         with self._own_threads_and_draws(), hold_lock(checkpoint_dir):
             train, validation = self._prepare(train, validation, checkpoint_dir)
             done(self._ranks.begin(total))
-            settings = self._settings(len(train))
+            settings = run_settings(self.config, self.seed, self.start, len(train))
             section, limit = self.config.section, self.config.step_timeout_s
             groups = {} if self._roles is None else {section: self._roles[section]}
             saver = Saver(self._store(checkpoint_dir), groups, limit) if checkpoint_dir else None
@@ -295,9 +310,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
             checkpoint = self._store(elsewhere).latest()
         if saver is None or checkpoint is None:
             return 0, {}, []
-        may_change = [f"{self.config.section}.{name}" for name in MAY_CHANGE]
-        defaults = recorded_settings(type(self.config)())
-        changed = resume.changed_settings(checkpoint, settings, may_change, defaults)
+        changed = changed_settings(self.config, checkpoint, settings)
         self._load(saver, checkpoint)
         metrics = dict(checkpoint.state["metrics"])
         self.on_resume(checkpoint.folder, checkpoint.step)
@@ -366,11 +379,6 @@ class OfflineTrainer(ABC, Generic[Example, W]):
         config = self.config
         restart = config.on_damaged_checkpoints == "restart"
         return CheckpointStore(folder, config.max_checkpoints_to_keep, restart=restart)
-
-    def _settings(self, rows: int) -> dict[str, object]:
-        """What a checkpoint records: a resumed run must share it, but for what may change."""
-        inputs = {"seed": self.seed, "start": self.start, "data": {"rows": rows}}
-        return recorded_settings(self.config) | flatten(inputs)
 
     def _batches(self, train: Sequence[Example], total: int) -> list[list[int]]:
         """Row numbers of each of `total` steps; every epoch in a new order."""

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from engine.agents.episode import PartialEpisodes
 from engine.batch import Batch
 from engine.checkpoint.state_dict import StateDict
 from engine.controller.timeline import span
+from engine.data import cells
 from engine.data.chat_template import with_template_variables
 from engine.data.collate import collate_prompts
 from engine.data.loader import PromptLoader
@@ -126,11 +126,7 @@ class Rollout:
 
 def to_json_values(value: object) -> Any:
     """`value` with arrays and tuples as lists, NumPy numbers as numbers, other types as text."""
-
-    def plain(value: object) -> object:
-        return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
-
-    return json.loads(json.dumps(value, default=plain))
+    return json.loads(json.dumps(value, default=cells.plain))
 
 
 def batch_to_tree(batch: Batch) -> StateDict:

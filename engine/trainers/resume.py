@@ -91,7 +91,8 @@ MAY_CHANGE = (
     *("rl.actor.clip_ratio_high", "rl.actor.clip_ratio_c", "rl.actor.entropy_coeff"),
     *("rl.actor.kl_loss_coef", "rl.rollout.agent.save_freq_s", "rl.rollout.agent.num_workers"),
     *("rl.rollout.agent.concurrency", "rl.critic.optim", "rl.critic.cliprange_value"),
-    *("rl.reward.timeout_s", "rl.reward.on_error"),
+    *("rl.reward.timeout_s", "rl.reward.on_error", "rl.rollout.max_num_seqs"),
+    "rl.rollout.vllm.gpu_memory_utilization",  # both are chosen by the card's memory
 )
 
 

@@ -17,7 +17,12 @@ from typing import cast
 from engine.batch import Batch, Future, Ready
 from engine.checkpoint.state_dict import StateDict
 from engine.config.rl import TrainerConfig
-from engine.controller.async_rollout import AsyncRollout, PublishedWeights, WeightPublisher
+from engine.controller.async_rollout import (
+    AsyncRollout,
+    PublishedWeights,
+    WeightBroadcasts,
+    WeightPublisher,
+)
 from engine.controller.groups import Roles, WorkerGroup
 from engine.controller.launch import launch
 from engine.controller.rollout_queue import AdmissionLimits
@@ -160,6 +165,7 @@ class OneStepOffSource(_AheadSource):
                 loading.result()
         except WeightSyncError as error:
             assert weights is not None
+            assert weights.full is not None
             log.warning("the sampler gets the full weights: %s", error)
             self.roles.sampler.load_weights(weights.full).result()
             return False
@@ -279,6 +285,18 @@ class AsyncSource(_AheadSource):
     def _restart_weights(self) -> None:
         self.close()
         super()._restart_weights()
+        import ray  # not there in a run without it
+
+        backend, config = run_spec.broadcast_backend(self._spec), self._config
+        if backend is not None:
+            self._publisher = WeightBroadcasts(
+                self.roles.actor,
+                backend,
+                ray.util.get_node_ip_address(),
+                ranks=self._spec.config.rollout.tensor_parallel_size,
+                deadline_s=config.rollout_silence_s,
+                wait_s=config.step_timeout_s,
+            )
 
     def _state(self, finished: list[Rollout], unfinished: list[Batch]) -> StateDict:
         prompts = self.prompts.state_dict(unfinished)

@@ -67,7 +67,7 @@ def plan_run(
     models.check_context(max_model_len - max_response_length, max_response_length, context)
     _check_other_models(config, dataflow, model_path, max_model_len)
     needs, roles = run_spec.run_roles(config)
-    return run_spec.RunSpec(
+    spec = run_spec.RunSpec(
         model_path,
         run_spec.effective_config(config),
         needs,
@@ -79,6 +79,8 @@ def plan_run(
         lora,
         template_variables or {},
     )
+    run_spec.broadcast_backend(spec)
+    return spec
 
 
 def check_config(config: RLConfig, max_response_length: int | None = None) -> Dataflow:
@@ -281,7 +283,7 @@ def _unread_settings(
     yield True, f"with rollout.engine={rollout.engine}", engine
 
     why = f"with trainer.mode={trainer.mode}"
-    queue = ("staleness", "rollout_silence_s", "max_rollout_restarts")
+    queue = ("staleness", "rollout_silence_s", "max_rollout_restarts", "weight_transfer")
     ahead = [*(f"trainer.{field}" for field in queue), "rollout.kv_on_update"]
     yield trainer.mode != "async", why, ahead
     workers = ("trainer.rollout_workers", "trainer.rollout_threads", "trainer.delta_sync")

@@ -28,6 +28,7 @@ from engine.errors import ConfigError
 from engine.parallel.layout import Layout, RankGrid, rollout_layout
 from engine.registry import Registry
 from engine.rollout.protocol import engine_capabilities
+from engine.weight_transfer import Backend
 from engine.workers.actor import ActorWorker
 from engine.workers.agent_rollout import AgentRolloutWorker, AgentStreamWorker
 from engine.workers.critic import CriticWorker
@@ -287,8 +288,7 @@ def _training(spec: RunSpec, role: ActorConfig | CriticConfig, rows: int) -> dic
     """The role's section and its optimizer steps, in which `optim.warmup_steps` is counted too."""
     steps = role.ppo_epochs * math.ceil(rows / (role.ppo_mini_batch_size or rows))  # an update
     if role.optim.warmup_steps is not None:
-        warmup = {"warmup_steps": role.optim.warmup_steps * steps}
-        role = role.model_copy(update={"optim": role.optim.model_copy(update=warmup)})
+        role = role.replaced({"optim.warmup_steps": role.optim.warmup_steps * steps})
     total = spec.config.trainer.total_training_steps * steps
     return {"config": role, "total_steps": total, "seed": spec.seed}
 
@@ -371,9 +371,7 @@ def effective_config(config: RLConfig) -> RLConfig:
     off_policy = rollout_source(config.trainer).off_policy
     if not off_policy or config.algorithm.rollout_correction.enabled:
         return config
-    correction = config.algorithm.rollout_correction.model_copy(update={"rollout_is": "token"})
-    algorithm = config.algorithm.model_copy(update={"rollout_correction": correction})
-    return config.model_copy(update={"algorithm": algorithm})
+    return config.replaced({"algorithm.rollout_correction.rollout_is": "token"})
 
 
 def resolve_placement(config: RLConfig) -> RLConfig:
@@ -395,8 +393,7 @@ def resolve_placement(config: RLConfig) -> RLConfig:
     )
     ray = sys.modules.get("ray")
     joined = bool(os.environ.get("RAY_ADDRESS")) or (ray is not None and ray.is_initialized())
-    placed = {"placement": "ray" if apart or joined else "local"}
-    return config.model_copy(update={"trainer": trainer.model_copy(update=placed)})
+    return config.replaced({"trainer.placement": "ray" if apart or joined else "local"})
 
 
 def check_lora(lora: LoRAConfig, config: RLConfig) -> None:
@@ -416,6 +413,33 @@ def rollout_worker_placement(name: str, spec: RunSpec) -> Placement:
         if given.roles == ("sampler",):
             pool = Pool(**dict(given) | {"roles": (name,)})
     return _placement(spec.config, [pool])
+
+
+def broadcast_backend(spec: RunSpec) -> Backend | None:
+    """What broadcasts weights to samplers; None: they go through Ray's store.
+
+    Raises ConfigError for a `trainer.weight_transfer` that this run can't have.
+    """
+    trainer, rollout = spec.config.trainer, spec.config.rollout
+    if trainer.mode != "async" or (backend := trainer.weight_transfer) == "store":
+        return None
+    placements = placement_of(spec), rollout_worker_placement("sampler0", spec)
+    pools = [p for placed in placements for p in placed.pools if {"actor", "sampler0"} & {*p.roles}]
+    obstacles = {
+        f"rollout.engine={rollout.engine}, unless it is vllm without quantization": (
+            not engine_capabilities(rollout).receives
+        ),
+        f"model.lora.rank={spec.lora.rank}, as adapters are small": spec.lora.rank > 0,
+        "trainer.delta_sync": trainer.delta_sync,
+        "trainer.placement=local": trainer.placement == "local",
+        "pools without whole GPUs": backend != "gloo" and min(pool.gpus for pool in pools) < 1,
+    }
+    obstacle = next((text for text, hinders in obstacles.items() if hinders), "")
+    if backend == "auto":
+        return None if obstacle else "nccl"
+    if obstacle:
+        raise ConfigError(f"trainer.weight_transfer={backend} can't go with {obstacle}; set auto")
+    return backend
 
 
 def _placement(config: RLConfig, pools: Iterable[Pool]) -> Placement:

@@ -324,22 +324,16 @@ def replay(
 
 def _one_rank(config: RLConfig) -> RLConfig:
     """The settings with every role on one rank, and no process that only decodes."""
-    actor, critic = config.actor, config.critic
     one = {
         **dict.fromkeys(("dp", "fsdp", "sp", "tp", "pp"), 1),
         **dict.fromkeys(("offload_params", "offload_policy", "offload_optimizer"), False),
     }
-    changes = {
-        "actor": {"parallel": actor.parallel.model_copy(update=one)},
-        "critic": {"parallel": critic.parallel and critic.parallel.model_copy(update=one)},
-        "reference": {"offload_params": False},
-        "rollout": {"tensor_parallel_size": 1},
-        "trainer": {"pools": (), "mode": "sync", "placement": "local"},
-    }
-    sections = {
-        name: getattr(config, name).model_copy(update=values) for name, values in changes.items()
-    }
-    return config.model_copy(update=sections)
+    critic = config.critic.parallel
+    changes: dict[str, object] = {"actor.parallel": config.actor.parallel.replaced(one)}
+    changes |= {"critic.parallel": critic.replaced(one)} if critic else {}
+    changes |= {"reference.offload_params": False, "rollout.tensor_parallel_size": 1}
+    sync = {"trainer.pools": (), "trainer.mode": "sync", "trainer.placement": "local"}
+    return config.replaced(changes | sync)
 
 
 @dataclass(frozen=True, slots=True)

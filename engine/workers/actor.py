@@ -35,12 +35,13 @@ from engine.errors import CheckpointError
 from engine.models import forward
 from engine.parallel import fsdp
 from engine.parallel.layout import Layout
+from engine.rollout.vllm.weight_broadcast import Member
 from engine.runtime import sharded_model
 from engine.runtime.optimizer import update_metrics
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
 from engine.runtime.sharded_model import Loss, Metrics, ShardedModel, init_mesh
 from engine.runtime.train_state import ShardedTrainState, same_start, weights_fingerprint
-from engine.weight_transfer import WeightSender
+from engine.weight_transfer import BroadcastRound, WeightSender
 from engine.workers.algorithm_options import policy_loss_options, preference_options
 from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
 
@@ -220,7 +221,7 @@ class ActorWorker(TrainingWorker):
         self.lora = lora or LoRAConfig()
         self.tokenizer_path = model_path
         cast = getattr(torch, sampler_dtype) if sampler_dtype and not self.lora.rank else None
-        self.sender = WeightSender(cast, deltas=delta_sync)
+        self.sender, self.member = WeightSender(cast, deltas=delta_sync), Member()
         self.train_state = ShardedTrainState(self.sharded, config.optim, total_steps, seed)
         self.loss_options = policy_loss_options(config)
         self.loss_agg_mode = policy_losses.aggregation_mode(
@@ -424,6 +425,11 @@ class ActorWorker(TrainingWorker):
     def weights_delta(self) -> Batch:
         """What the last `weights` changed of those before, where the worker syncs by deltas."""
         return self.sender.delta()
+
+    @dispatch(Dispatch.ONE_TO_ALL)
+    def broadcast_weights(self, broadcast: BroadcastRound) -> None:
+        """Send the full weights to all samplers of a round; raise WeightSyncError if that fails."""
+        self.policy.broadcast_weights(self.member, broadcast, self.sender.dtype)
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str) -> str:

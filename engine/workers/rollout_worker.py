@@ -33,6 +33,7 @@ from engine.rollout.stream import (
 from engine.runtime import rollout_weights
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel
 from engine.runtime.sharded_model import process_device
+from engine.weight_transfer import BroadcastRound
 from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
 
 
@@ -192,7 +193,16 @@ def _collate(
         [c.log_probs for c in done],
         pad_token_id=pad_token_id,
     )
-    return batch | {"truncated": torch.tensor([c.finish_reason == "length" for c in done])}
+    batch |= {"truncated": torch.tensor([c.finish_reason == "length" for c in done])}
+    experts = [c.routed_experts for c in done if c.routed_experts is not None]
+    if not experts:
+        return batch
+    if len(experts) < len(done):
+        raise RolloutError(
+            f"{len(done) - len(experts)} of {len(done)} completions were saved without the experts "
+            "of their tokens; resume with the actor.router_replay.mode that they were saved with"
+        )
+    return batch | {"routed_experts": pad_tokens(experts, batch["attention_mask"])}
 
 
 def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion:
@@ -203,6 +213,7 @@ def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion
         finish_reason="stop" if end == "stop" else "length",
         policy_version=min(part.token_versions),
         token_versions=part.token_versions,
+        routed_experts=part.routed_experts,
     )
     return StreamedCompletion(key, part.completion_index, done)
 
@@ -366,9 +377,6 @@ class RolloutWorker(StatefulWorker):
         self.policy.sleep()
         rows, pad_token_id = [c.prompt_index for c in done], self.tokenizer.pad_token_id
         batch = _collate(prompts, rows, done, pad_token_id)
-        experts = [c.routed_experts for c in done if c.routed_experts is not None]
-        if experts:
-            batch |= {"routed_experts": pad_tokens(experts, batch["attention_mask"])}
         return batch | {"policy_version": torch.tensor([c.policy_version for c in done])}
 
     def state_dict(self) -> StateDict:
@@ -415,6 +423,18 @@ class StreamRolloutWorker(RolloutWorker):
         """As RolloutWorker's; unfinished completions continue under them."""
         version: int = super().load_weights(weights)
         self.stream.update_weights(version)
+        return version
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def receive_weights(self, broadcast: BroadcastRound) -> None:
+        """Begin to receive a broadcast, beside decoding."""
+        engine: Any = self.policy.engine
+        engine.receive_weights(broadcast)
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def load_received(self, version: int) -> int:
+        """Load what was received; unfinished completions continue under it, as policy `version`."""
+        self.policy.load_received(version)
         return version
 
     @dispatch(Dispatch.RANK_ZERO)

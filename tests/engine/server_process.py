@@ -59,17 +59,17 @@ def free_port() -> int:
         return port
 
 
-def vllm_url(model: Callable[[], Any]) -> str:
+def vllm_url(model: Callable[[], Any], *flags: str) -> str:
     """Address of a server of `model()`, whose context is that; skips where vLLM isn't installed."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    url, problem = _start(model)
+    url, problem = _start(model, *flags)
     assert not problem, f"vLLM's server did not start:\n{problem}"
     return url
 
 
 @cache  # a failure as well: no test waits for it again
-def _start(model: Callable[[], Any]) -> tuple[str, str]:
+def _start(model: Callable[[], Any], *flags: str) -> tuple[str, str]:
     """The server's address, and the end of its log if it did not start."""
     folder = Path(tempfile.mkdtemp(prefix="served-"))
     served = model()
@@ -81,7 +81,7 @@ def _start(model: Callable[[], Any]) -> tuple[str, str]:
             [
                 *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
                 *(f"--model={folder}", f"--port={port}", f"--max-model-len={context}"),
-                *_FLAGS,
+                *(*_FLAGS, *flags),
             ],
             env=os.environ | _ENVIRONMENT,
             stdout=output,

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 
 from engine.batch import Batch
-from engine.weight_transfer import WeightSender
+from engine.weight_transfer import BroadcastRound, WeightSender
 from engine.workers.role import Dispatch, WorkerContext, dispatch
 from engine.workers.rollout_worker import RolloutWorker, StreamRolloutWorker
 
@@ -87,6 +88,23 @@ class NotingStream(_Noting, StreamRolloutWorker):
         return self.noted(super().load_weights, weights)
 
 
+class ReceivingStream(_Noting, StreamRolloutWorker):
+    """Notes what it serves after each broadcast; `exit`: it ends while it receives one."""
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def receive_weights(self, broadcast: BroadcastRound) -> None:
+        if self.fault == "exit" and broadcast.version == 2 and self.notes.first():
+            os._exit(3)
+        super().receive_weights(broadcast)
+
+    @dispatch(Dispatch.RANK_ZERO)
+    def load_received(self, version: int) -> int:
+        super().load_received(version)
+        assert self.policy.engine.shares_storage, "else the policy's weights are not those served"
+        self.notes.add(version=version, digest=bytes_digest(self.policy.pack_weights()))
+        return version
+
+
 class NotingRollout(_Noting, RolloutWorker):
     @dispatch(Dispatch.ONE_TO_ALL)
     def load_weights(self, weights: Batch) -> int:
@@ -97,3 +115,8 @@ def weights_digest(sent: Batch) -> str:
     """The digest of whole weights, as the actor sent them."""
     assert sent["weights"].dtype == torch.uint8
     return bytes(sent["digest"][0].tolist()).hex()
+
+
+def bytes_digest(sent: Batch) -> str:
+    """A digest of whole weights that were sent without one."""
+    return blake3(sent["weights"].numpy().tobytes()).hexdigest()

@@ -196,6 +196,9 @@ def test_the_same_command_again_goes_on_where_it_ended(
     assert main([*parts, "trainer.total_training_steps=4"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"continues from .*checkpoints/step_2, step 2", out)
+    other = [*parts, "algorithm.adv_estimator=rloo", "--dry-run"]
+    assert main(other) == 1
+    assert "other settings: algorithm.adv_estimator is 'grpo' there" in capsys.readouterr().err
     assert re.findall(r"^rl +(\d)/4", out, re.M) == ["3", "4"]
     lines = (place / "out" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
@@ -349,7 +352,6 @@ def test_files_of_a_run_all_have_ground_truths_or_none(
     [
         ("data.train_files=/nowhere/a.parquet", "/nowhere/a.parquet does not exist"),
         ("data.train_files=null", "data.train_files is missing"),
-        ("data.train_batch_size=100", "data.train_batch_size=100 is more than the 24 rows"),
         ("actor_rollout_ref.model.path=null", "actor_rollout_ref.model.path is missing"),
         ("actor_rollout_ref.model.path=nope", "actor_rollout_ref.model.path='nope' does not exist"),
         ("actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.rollout.name='sglang'"),

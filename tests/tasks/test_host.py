@@ -375,6 +375,21 @@ def test_a_plan_says_what_rl_takes_and_costs(tmp_path: Path) -> None:
     assert "fits" in scratch[1]
 
 
+def test_a_plan_says_which_gpus_decode_while_others_compute(tmp_path: Path) -> None:
+    """With a profile the layout of asynchronous modes is the planner's, as the run's will be."""
+    path, machines = folder(tmp_path, "7B"), PROFILES["2x8xH100"]
+    values = load_config("preset:full").model_dump(exclude_unset=True)
+    config = parse_config(values | {"model": {"path": path}}).replaced({"rl.trainer.mode": "async"})
+    config = apply_profile(config, machines)
+    check_memory(config, machines)
+    lines = list(rl_estimate(config, machines))
+    assert lines[0].startswith("placement: auto found 2 machines, 16 × H100 of 80.0 GiB")
+    [roles] = [line for line in lines if line.startswith("  roles   ")]
+    ranks = int(roles.split()[1])  # roles   13 GPU(s) compute for
+    assert 0 < ranks < 16
+    assert f"estimate  of RL on {ranks} × H100, every row at its longest" in lines
+
+
 def test_7b_fits_two_nodes_of_eight_80_gb_gpus_in_every_stage(tmp_path: Path) -> None:
     path = folder(tmp_path, "7B")
     config = documented(path, "2x8xH100")

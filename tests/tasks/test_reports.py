@@ -20,7 +20,8 @@ from promotion_bench import Bench, digest, new_run
 
 from engine.console import display_path
 from engine.evaluation.report_page import Verdict
-from engine.stages.evaluation import print_summary, read_verdict
+from engine.stages.evaluation import print_summary, verdict_of
+from engine.stages.promotion import read_decision
 from engine.stages.stage import Host, hosted, show_facts
 from engine.storage.artifacts import verify
 from tasks import host
@@ -110,7 +111,9 @@ def test_a_verdict_is_read_from_the_decision(
         "previous_champion": champion,
     }  # fmt: skip
     (tmp_path / "decision.json").write_text(json.dumps(decision))
-    assert read_verdict(tmp_path) == Verdict(promoted or champion == "3", title, "because")
+    assert verdict_of(read_decision(tmp_path)) == Verdict(
+        promoted or champion == "3", title, "because"
+    )
 
 
 def test_the_report_of_a_run_names_the_verdict_the_model_and_its_lineage_page(

@@ -21,6 +21,7 @@ from flytekit.core.local_cache import LocalTaskCache
 from s3_server import s3_bucket
 from tracker_files import tensorboard_points, wandb_points
 
+from engine import stages
 from engine.config import ParallelConfig, PipelineConfig
 from engine.errors import ConfigError
 from engine.parallel.layout import Layout
@@ -111,12 +112,15 @@ BODIES = (
 @pytest.mark.parametrize("body", BODIES)
 def test_a_signature_that_is_read_is_that_of_the_function(body: str) -> None:
     types = {"Artifact": Artifact, "Path": Path, "PipelineConfig": PipelineConfig, "pd": pd}
-    function = interfaces.function_of(body)
-    assert interfaces.signature_of(body, types) == inspect.signature(function, eval_str=True)
-    assert interfaces.docstring_of(body) == inspect.getdoc(function)
-    ours = interfaces.signature_of(body, types, gives=bytes, run=int)
-    assert ours.return_annotation is bytes
-    assert [p.annotation for p in ours.parameters.values() if p.name == "run"] in ([], [int])
+    module, name = body.split(".")
+    function = getattr(getattr(stages, module), name)
+    signature = interfaces.signature_of(body, types)
+    assert signature == inspect.signature(function, eval_str=True)
+    ours = interfaces.function_of(body, lambda function: function, __name__, signature)
+    assert (ours(), ours.__name__, ours.__doc__) == (function, name, inspect.getdoc(function))
+    other = interfaces.signature_of(body, types, gives=bytes, run=int)
+    assert other.return_annotation is bytes
+    assert [p.annotation for p in other.parameters.values() if p.name == "run"] in ([], [int])
 
 
 def test_tasks_are_declared_before_torch_is_loaded() -> None:
@@ -529,14 +533,28 @@ def test_what_the_settings_say_stays() -> None:
     assert fitted_to(own, "8xA100").rl == own.rl
 
 
-def test_rollout_apart_keeps_its_own_placement(capsys: pytest.CaptureFixture[str]) -> None:
-    apart = settings(trainer={"mode": "one_step_off"})
-    assert fitted_to(apart, "8xA100").rl == apart.rl
-    assert "rl.trainer.mode=one_step_off" in capsys.readouterr().out
+@pytest.mark.parametrize("mode", ["one_step_off", "async"])
+def test_samplers_with_gpus_of_their_own_are_placed_by_the_planner(
+    mode: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    apart = settings(trainer={"mode": mode}, actor={"parallel": {"fsdp": 4}})
+    fitted = fitted_to(apart, "8xA100").rl
+    assert fitted.trainer == apart.rl.trainer.replaced({"placement": "auto"})
+    assert fitted.actor.parallel == ParallelConfig(fsdp=4, compute_dtype="bfloat16")
+    assert "layout and pools are chosen at each start of rl" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"profile=one-gpu has one; set rl.trainer.mode=sync"):
+        fitted_to(apart, "one-gpu")
+    server = settings(trainer={"mode": mode}, rollout={"engine": "server"})
+    assert fitted_to(server, "one-gpu").rl.trainer.placement == "auto"
+    pools = [{"roles": ["actor"], "gpus": 1}, {"roles": ["sampler"], "gpus": 2}]
+    own = settings(trainer={"mode": mode, "pools": pools})
+    assert fitted_to(own, "8xA100").rl == own.rl
 
 
-@pytest.mark.parametrize("profile", WITH_GPUS)
-@pytest.mark.parametrize("mode", ["sync", "one_step_off"])
+@pytest.mark.parametrize(
+    ("profile", "mode"),
+    [*((each, "sync") for each in WITH_GPUS), *((each, "one_step_off") for each in SEVERAL_GPUS)],
+)
 def test_the_planner_finds_layout_and_pools_open(
     profile: str, mode: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

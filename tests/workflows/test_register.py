@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import json
@@ -38,7 +37,6 @@ from workflows.register import (
     SOURCES,
     RegistrationError,
     _connect,
-    _register,
     _send,
     _sentences,
     image_digest,
@@ -246,13 +244,16 @@ def dry_run() -> DryRun:
     def refuse(*given: object) -> None:
         raise AssertionError(f"a dry run asked the network: {given}")
 
-    printed = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLYTE_SDK_LOGGING_LEVEL", "40")  # the command sets it for good
+        patch.setattr(packaging, "version_of", lambda *given: "v1")
+        patch.setattr(packaging, "_set_variables", lambda *given: None)  # tasks are loaded here
         patch.setattr(packaging, "serialize", keep)
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
-        _register(None, REPOSITORY, IMAGE, "v1", WHERE, activate=False)
-    return DryRun(printed.getvalue(), *serialised)
+        done = CliRunner().invoke(main, ["--image", IMAGE, "--dry-run"])
+    assert done.exit_code == 0, done.stderr
+    return DryRun(done.stdout, *serialised)
 
 
 def test_a_dry_run_touches_no_network(dry_run: DryRun) -> None:

@@ -1,7 +1,5 @@
 """The pipelines of `workflows.pipelines` as tasks of Flyte 2 that a person or a trigger starts."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ machines is a task in three environments, of the kinds of `engine.stages.pods.IM
 are in `DRIVER`, with the pipelines themselves.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Flyte 2 as a stage sees it: its host, errors, inputs and outputs, caching and signals."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import contextvars
@@ -16,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import flyte
 import flyte.errors
 import flyte.report
+import pandas as pd
 from flyte.io import Dir, File
 from flyte.types import TypeEngine, TypeTransformer
 from flyteidl2.core.literals_pb2 import Literal, Primitive, Scalar
@@ -30,14 +29,12 @@ from engine import errors
 from engine.config import PipelineConfig, parse_config
 from engine.config.text import read_settings
 from engine.console import quiet, say
+from engine.data.contract import EVALUATION_ROWS, check
 from engine.redaction import redact_causes
 from engine.stages import pods, stage
 from engine.stages.stage import Artifact, CheckpointPaths, Host, is_dry_run, library_versions
 from engine.storage.artifacts import read_manifest
 from engine.storage.digests import sources_digest
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 quiet()
 
@@ -150,13 +147,13 @@ class _SettingsTransformer(TypeTransformer[Settings]):
 TypeEngine.register(_SettingsTransformer())
 
 
-def run_body(body: Callable[..., Any], **inputs: Any) -> Any:
+def run_body(body: Callable[..., Any], **inputs: object) -> Any:
     """Call a stage's body with a task's inputs, by name."""
     with flyte_host():
         return body(**{name: _as_stages_take_it(value) for name, value in inputs.items()})
 
 
-def _as_stages_take_it(value: Any) -> Any:
+def _as_stages_take_it(value: object) -> Any:
     if isinstance(value, Dir):
         return Artifact(value.path)
     if isinstance(value, Settings):
@@ -184,10 +181,6 @@ def file(body: Callable[..., Path], **inputs: Any) -> File:
 
 def tables(files: Sequence[File]) -> Iterator[pd.DataFrame]:
     """Yield the rows of `evaluate_part`; DataError where a table breaks the contract."""
-    import pandas as pd
-
-    from engine.data.contract import EVALUATION_ROWS, check
-
     for number, part in enumerate(files):
         frame = pd.read_parquet(part.download_sync() if "://" in part.path else part.path)
         check(frame, EVALUATION_ROWS, f"part {number + 1} of the evaluation")

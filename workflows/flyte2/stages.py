@@ -4,8 +4,6 @@ Where a task runs and what is retried and cached is in `engine.stages.pods`, by 
 whose inputs it has, is the function of that name in `engine.stages`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ CALLS: Mapping[Any, Callable[..., Any]] = {Dir: host.folder, File: host.file}
 
 
 def task_of(
-    body: str, call: Callable[..., Any] | None = None, gives: Any = None, **inputs: Any
+    body: str, call: Callable[..., Any] | None = None, gives: object = None, **inputs: object
 ) -> Any:
     """Return the task of a stage; `body` is `module.function` of `engine.stages`.
 
@@ -32,16 +30,11 @@ def task_of(
     types of the output and of inputs that Flyte has in the place of the body's.
     """
     signature = interfaces.signature_of(body, TYPES, gives, **inputs)
-    run = call or CALLS.get(signature.return_annotation, host.run_body)
-
-    def run_stage(**inputs: Any) -> Any:
-        return run(interfaces.function_of(body), **inputs)
-
-    name, about = body.rpartition(".")[2], interfaces.docstring_of(body)
-    return stage_task(interfaces.declare(run_stage, name, __name__, signature, about))
+    call = call or CALLS.get(signature.return_annotation, host.run_body)
+    return stage_task(interfaces.function_of(body, call, __name__, signature))
 
 
-def table_of(body: Callable[..., Any], **inputs: Any) -> File:
+def table_of(body: Callable[..., Any], **inputs: object) -> File:
     """Call a stage's body that makes a part of a table; return its file in the run's folder."""
 
     def write(part: int, **inputs: Any) -> Path:

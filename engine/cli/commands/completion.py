@@ -3,8 +3,6 @@
 The script has every word in it, so that a TAB starts no Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import re
@@ -112,7 +110,7 @@ def _parser_of(module: str) -> argparse.ArgumentParser:
         raise _ParserMade(parser)
 
     is_room = (_ENGINE / module.rpartition(".")[2]).is_dir()
-    program: Any = importlib.import_module(f"{module}.__main__" if is_room else module)
+    program = importlib.import_module(f"{module}.__main__" if is_room else module)
     try:
         with patch.object(argparse.ArgumentParser, "parse_known_args", stop):
             program.main()

@@ -1,7 +1,5 @@
 """`python -m engine.export`: a checkpoint's policy as a model folder, or a model with its card."""
 
-from __future__ import annotations
-
 import _thread
 import argparse
 import os

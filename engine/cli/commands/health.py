@@ -1,7 +1,5 @@
 """`python -m engine.health`: checks all that a run needs, and prints a table or JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import sys

@@ -1,7 +1,5 @@
 """`python -m engine.main_ppo key=value ...`: reinforcement learning from the command line."""
 
-from __future__ import annotations
-
 import os
 import sys
 from argparse import Namespace

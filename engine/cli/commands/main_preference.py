@@ -1,7 +1,5 @@
 """`python -m engine.main_preference key=value ...`: DPO, its relatives and KTO from files."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

@@ -1,7 +1,5 @@
 """`python -m engine.main_reward_model key=value ...`: a reward model from pairs of files."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

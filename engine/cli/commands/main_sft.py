@@ -1,7 +1,5 @@
 """`python -m engine.main_sft key=value ...`: supervised fine-tuning on prompt/response files."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

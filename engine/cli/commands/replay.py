@@ -1,7 +1,5 @@
 """`python -m engine.replay FOLDER`: run a recorded RL step again, and compare its metrics."""
 
-from __future__ import annotations
-
 import argparse
 import pdb
 import sys

@@ -1,7 +1,5 @@
 """`python -m engine.reward_audit NAME|FILE`: whether a scorer can be fooled."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -9,6 +7,7 @@ from collections.abc import Sequence
 import yaml
 
 from engine.cli.program import ArgumentParser
+from engine.cli.resolve import section_of_arguments
 from engine.cli.reward_file import reward_name
 from engine.config import RewardConfig
 from engine.config.data import RowsConfig
@@ -23,7 +22,8 @@ grader, time and memory.
 
   python -m engine.reward_audit answer_match
   python -m engine.reward_audit my_rewards:score --data train.parquet
-  python -m engine.reward_audit rewards.py::compute_score --data train.jsonl
+  python -m engine.reward_audit rewards.py::compute_score --data problems.csv \\
+      columns.prompt=question columns.ground_truth=answer bad_rows=drop
   python -m engine.reward_audit judge --option url=http://judge:8000 --data train.parquet --json
 """
 
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("reward", metavar="NAME|FILE", help="name, package.module:function or FILE.py::function")
     add("--data", default="", metavar="FILE", help="RL rows (default: made-up ones, see --truths)")
+    add("settings", nargs="*", metavar="key=value", help="of the data section, as in a run")
     kinds = ("number", "letter", "latex", "text")
     add("--truths", choices=kinds, default="number", help="of the made-up rows (default: number)")
     add("--option", action="append", default=[], metavar="NAME=YAML", help="of reward.options")
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--form", action="append", default=[], metavar="TEXT", help="of answers: 'Result: {}'")
     add("--json", action="store_true", help="print the audit as JSON")
     quiet()
-    return _audit(parser.parse_args(arguments))
+    return _audit(parser.parse_intermixed_args(arguments))
 
 
 def _audit(options: Namespace) -> int:
@@ -65,7 +66,10 @@ def _audit(options: Namespace) -> int:
     if options.data:
         from engine.data.row_files import read_file_rows
 
-        rows = read_file_rows(options.data, RowsConfig()).rows
+        data = section_of_arguments(RowsConfig, "data.", options.settings, {})
+        rows = read_file_rows(options.data, data).rows
+    elif options.settings:
+        raise ConfigError(f"{options.settings[0]} is a setting of rows; name their file by --data")
     plugins = tuple(options.plugin)
     found = audit.audit_scorer(config, audit.reward_rows(rows), plugins=plugins, forms=options.form)
     if options.json:

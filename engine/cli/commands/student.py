@@ -1,7 +1,5 @@
 """`python -m engine.student TEACHER --layers 0,1 --out FOLDER`: where a smaller student starts."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

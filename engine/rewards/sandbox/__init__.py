@@ -6,8 +6,6 @@ library alone, as they see nothing else. The right answers never enter a sandbox
 program that is judged by them.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -4,8 +4,6 @@ Namespaces, file system, users, limits, and the seccomp filter of system calls (
 and arm64). Standard library alone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -6,8 +6,6 @@ A program reads and writes, has its functions called, or tests another one. Only
 library, and what lies beside this file.
 """
 
-from __future__ import annotations
-
 import ast
 import atexit
 import builtins
@@ -97,7 +95,7 @@ def encode(value: object, other: Callable[[object], object]) -> object:
     return other(value)
 
 
-def decode(coded: Any, other: Callable[[Any], object]) -> Any:
+def decode(coded: object, other: Callable[[Any], object]) -> Any:
     """The value of `encode`; raise ValueError for what is none."""
     if not isinstance(coded, list):
         return coded

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from engine.errors import ConfigError
 from engine.rollout.protocol import TokenLists
-from engine.rollout.trainer_model import eval_mode
+from engine.rollout.trainer_model import eval_mode, routers
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +102,8 @@ class RoutedExperts:
 
     def __init__(self, model: nn.Module) -> None:
         """Find the routers; raise ConfigError for a model without routers that are known here."""
-        self._routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+        self._routers = list(routers(model).values())
         self._chosen: dict[nn.Module, Tensor] = {}  # by router, [rows · columns, k]
-        if not self._routers:
-            raise ConfigError(
-                "rollout.enable_rollout_routing_replay with a model without routers that are known "
-                "here; it is for Mixtral, Qwen2-MoE and Qwen3-MoE: leave it out"
-            )
 
     @contextmanager
     def recording(self) -> Iterator[None]:

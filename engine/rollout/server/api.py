@@ -10,12 +10,16 @@ no stop tokens but the model's end tokens either: others are cut off by the engi
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from engine.config.algorithm import TeacherConfig
@@ -47,6 +51,7 @@ class SampledCompletion:
     log_probs: list[float]  # one a token; NaN where the server had none to give
     reason: str  # in the server's words, e.g. "length"
     prefill_tokens: int  # prompt tokens that its request computed, counted on one of its rows
+    routed_experts: NDArray[Any] | None = None  # [tokens, layers, k], prompt first
 
 
 class ServerAPI(Protocol):
@@ -175,7 +180,11 @@ def _drawn(choice: dict[str, Any], prefill_tokens: int) -> SampledCompletion:
             f"server that gives one log-prob a token"
         )
     reason = str(choice.get("finish_reason"))
-    return SampledCompletion([int(token) for token in tokens], log_probs, reason, prefill_tokens)
+    experts, encoded = None, choice.get("routed_experts")
+    if encoded is not None:  # the file of an array
+        experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    ids = [int(token) for token in tokens]
+    return SampledCompletion(ids, log_probs, reason, prefill_tokens, experts)
 
 
 def _token_id(name: str) -> int:

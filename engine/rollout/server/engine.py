@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from engine.config import RolloutConfig, ServerConfig
 from engine.config.text import explain
 from engine.errors import ConfigError, DivergedRolloutError, RolloutError
-from engine.rollout import protocol, stream
+from engine.rollout import protocol, stream, trainer_model
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.sampling import noise_keys
 from engine.rollout.server.api import CompletionRequest, SampledCompletion, check_token_ids
 from engine.rollout.server.servers import Server, Servers
 from engine.rollout.server.weights import check_hook
-from engine.rollout.trainer_model import context_length, embedding_weight, eval_mode, text_config
 
 
 def check_rollout(config: RolloutConfig) -> None:
@@ -46,6 +45,11 @@ def check_rollout(config: RolloutConfig) -> None:
         )
     server = config.server
     check_settings(server)
+    if config.enable_rollout_routing_replay and server.api == "tgi":
+        raise ConfigError(
+            "rollout.enable_rollout_routing_replay=true with rollout.server.api=tgi, which returns "
+            "no experts; use vLLM's server and api=openai"
+        )
     if server.weights == "none" and not server.allow_fixed_policy:
         raise ConfigError(
             "rollout.server.weights=none leaves the server at the policy that it was started with, "
@@ -104,8 +108,9 @@ def check_log_probs(
     A model whose own log-probs are not finite passes: decoding reports that.
     """
     tokens, server_log_probs = torch.tensor(drawn.token_ids), torch.tensor(drawn.log_probs)
-    ids = torch.tensor([*request.prompt, *drawn.token_ids], device=embedding_weight(model).device)
-    with torch.no_grad(), eval_mode(model):
+    ids = torch.tensor([*request.prompt, *drawn.token_ids])
+    ids = ids.to(trainer_model.embedding_weight(model).device)
+    with torch.no_grad(), trainer_model.eval_mode(model):
         logits = model(input_ids=ids[None]).logits[0, len(request.prompt) - 1 : -1].float().cpu()
 
     def log_probs_of(logits: Tensor) -> Tensor:
@@ -134,9 +139,13 @@ Answer = tuple[Server, list[SampledCompletion]]
 @protocol.register_engine(
     "server",
     protocol.EngineCapabilities(
-        streams=True, remote=True, adapters=True, settings=frozenset({"server"})
+        streams=True,
+        streams_experts=True,
+        remote=True,
+        adapters=True,
+        settings=frozenset({"server", "enable_rollout_routing_replay"}),
     ),
-    options=lambda config: dict(config.server),
+    options=lambda config: dict(config.server, routed_experts=config.enable_rollout_routing_replay),
     check=check_rollout,
 )
 class ServerEngine:
@@ -154,6 +163,7 @@ class ServerEngine:
         max_model_len: int | None = None,
         kv_cache_memory_mb: int | None = None,
         seed: int = 0,
+        routed_experts: bool = False,
         **options: object,
     ) -> None:
         """Connect to the servers and deliver `model`'s weights, unless they are fixed.
@@ -161,18 +171,21 @@ class ServerEngine:
         `options` are `ServerConfig`'s. Ranks of a process group (torch.distributed) create
         the engine, and update it, together: rank 0 delivers the weights, each has its own rollouts.
         `max_num_seqs` and `kv_cache_memory_mb`, options of all engines, are the server's own
-        matter. `seed` is added to that of each request. Raises ConfigError for bad options and a
-        server with a shorter context, RolloutError for one that lacks what its hook needs or serves
-        another model, and where none is there.
+        matter. `seed` is added to that of each request. `routed_experts`: completions have the
+        experts that servers return. Raises ConfigError for bad options and a server with a shorter
+        context, RolloutError for one that lacks what its hook needs or serves another model, and
+        where none is there.
         """
         try:
             settings = ServerConfig.model_validate(options)
         except ValidationError as error:
             raise ConfigError(f"rollout.server: {explain(error)}") from None
         check_settings(settings)
-        self._max_model_len = protocol.resolve_max_model_len(max_model_len, context_length(model))
-        self._vocabulary = int(text_config(model).vocab_size)
+        context = trainer_model.context_length(model)
+        self._max_model_len = protocol.resolve_max_model_len(max_model_len, context)
+        self._vocabulary = int(trainer_model.text_config(model).vocab_size)
         self._settings, self._seed, self._model = settings, seed, model
+        self._routed_layers = list(trainer_model.routers(model)) if routed_experts else []
         self.stats = protocol.RolloutStats()
         self._guard = protocol.WeightGuard("server")
         with ExitStack() as undo:
@@ -319,7 +332,9 @@ class ServerEngine:
         self.stats.generated_tokens += len(tokens)
         self.stats.prefill_tokens += drawn.prefill_tokens
         reason = "length" if length is None else "stop"
-        return Completion(index, tokens, log_probs, reason, self.policy_version)
+        layers, read = self._routed_layers, len(request.prompt) + len(tokens) - 1
+        experts = trainer_model.chosen_experts(drawn.routed_experts, layers, read)
+        return Completion(index, tokens, log_probs, reason, self.policy_version, None, experts)
 
     async def _rollout(
         self, requests: list[CompletionRequest], on_progress: Callable[[int], None] | None

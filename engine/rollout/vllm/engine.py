@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,7 @@ from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
 from engine.rollout.vllm.options import DTYPES, capabilities, check_settings, resolve
 from engine.rollout.vllm.vllm_stream import VllmStream
 from engine.rollout.vllm.vllm_types import LLM, LLMEngine
+from engine.weight_transfer import BroadcastRound
 
 Phase = Literal["serving", "asleep", "weights"]
 
@@ -88,11 +89,15 @@ class SleepMode:
 @protocol.register_engine(
     "vllm",
     capabilities,
-    options=lambda config: (
-        dict(config.vllm)
-        | {"tensor_parallel_size": config.tensor_parallel_size, "lora": config.lora}
+    options=lambda config: dict(
+        config.vllm,
+        tensor_parallel_size=config.tensor_parallel_size,
+        lora=config.lora,
+        routed_experts=config.enable_rollout_routing_replay,
     ),
-    check=lambda config: check_settings(config.vllm, config.kv_cache_memory_mb, config.lora),
+    check=lambda config: check_settings(
+        config.vllm, config.kv_cache_memory_mb, config.lora, config.enable_rollout_routing_replay
+    ),
 )
 class VllmEngine:
     """Rollouts by vLLM, tokens in and tokens out.
@@ -133,8 +138,7 @@ class VllmEngine:
             weights = WorkerWeights if self._options.mode == "workers" else InProcessWeights
             self._weights: EngineWeights = weights(llm, self._options)
             request = weight_load.lora_request() if self._options.adapter_rank else None
-            length, seed = self._options.max_model_len, self._options.seed
-            self._requests = LLMRequests(llm, length, seed, request)
+            self._requests = LLMRequests(llm, self._options, request)
             self._guard.refuse("it was given no weights yet")
             if load:
                 self.update_weights(model, version=0)
@@ -182,6 +186,17 @@ class VllmEngine:
         """
         self._update(version, lambda: self._weights.load_tensors(named))
 
+    def receive_weights(self, broadcast: BroadcastRound) -> None:
+        """Begin to receive a broadcast into a copy of the weights; decoding goes on meanwhile."""
+        self._running()
+        if self._options.adapter_rank or self._options.settings.quantization:
+            raise RolloutError("a broadcast has whole weights, neither adapters nor quantised ones")
+        self._weights.transfer("update_weights", asdict(broadcast))
+
+    def load_received(self, version: int) -> None:
+        """Serve what `receive_weights` has received as policy `version`; raise as `update_from`."""
+        self._update(version, lambda: self._weights.transfer("finish_weight_update"))
+
     def parameters(self) -> dict[str, Tensor]:
         """vLLM's live parameters (this rank's shards); write them after `begin_update`."""
         return self._weights.parameters()
@@ -208,12 +223,14 @@ class VllmEngine:
         with self._guard.updating(version):
             sleep_mode, engine = self._sleep_mode.update(), self._running()
             move()
-            if self._streaming and self._stream is not None and self._stream.keeps_kv:
+            stream = self._stream if self._streaming else None
+            if stream is not None:
+                stream.note_version()
+            if stream is not None and stream.keeps_kv:
                 self._requests.cache_salt = str(version)  # later requests find no old blocks
             # What a stream decodes goes on, with keys and values of the new weights.
-            elif not engine.reset_prefix_cache(reset_running_requests=self._streaming):
+            elif not engine.reset_prefix_cache(reset_running_requests=stream is not None):
                 raise RolloutError("vLLM kept its prefix cache, as requests are still running")
-            engine.set_weight_version(str(version))
             self._sleep_mode = sleep_mode
 
     def stream(

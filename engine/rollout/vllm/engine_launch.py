@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import importlib.util
 import logging
 import os
@@ -30,7 +31,7 @@ from torch import nn
 
 from engine.errors import ConfigError, RolloutError
 from engine.rollout.vllm import patches
-from engine.rollout.vllm.options import VllmOptions, engine_arguments
+from engine.rollout.vllm.options import WEIGHT_TRANSFER, VllmOptions, engine_arguments
 from engine.rollout.vllm.vllm_types import LLM
 
 
@@ -230,12 +231,17 @@ def _check_own_classes(model: nn.Module) -> None:
 
 def _launch(folder: str, options: VllmOptions) -> LLM:
     import vllm
+    from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform
 
     patches.keep_process_groups()
     arguments = engine_arguments(options)
+    arguments["weight_transfer_config"] = WeightTransferConfig(backend=WEIGHT_TRANSFER)
+    extension = "engine.rollout.vllm.worker_extension"
     if options.mode == "workers":
-        arguments["worker_extension_cls"] = "engine.rollout.vllm.worker_extension.WorkerExtension"
+        arguments["worker_extension_cls"] = f"{extension}.WorkerExtension"
+    else:
+        importlib.import_module(extension)  # registers the transfer
     if options.adapter_rank:
         arguments["max_lora_rank"] = _lora_rank_size(options.adapter_rank)
     with (

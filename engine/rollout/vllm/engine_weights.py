@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -53,6 +53,10 @@ class BucketEntry:
     def end(self) -> int:
         return self.start + self.nbytes
 
+    def view(self, data: Tensor) -> Tensor:
+        """The tensor as a view of a buffer `data`, uint8."""
+        return data[self.start : self.end].view(getattr(torch, self.dtype)).view(self.shape)
+
 
 class SharedBuffer:
     """A mapped file in shared memory; `path` is there until `unlink`."""
@@ -85,21 +89,29 @@ class SharedBuffer:
 
     def read(self, entries: Iterable[BucketEntry]) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors as views; valid until the file is written again."""
-        for piece in entries:
-            data = self.bytes[piece.start : piece.end]
-            yield piece.name, data.view(getattr(torch, piece.dtype)).view(piece.shape)
-
-    def write(self, piece: BucketEntry, tensor: Tensor) -> None:
-        """Copy `tensor` to its place, cast to the piece's dtype."""
-        [(_, view)] = self.read([piece])
-        view.copy_(tensor)
+        return ((entry.name, entry.view(self.bytes)) for entry in entries)
 
 
-def bucket_entry(name: str, tensor: Tensor, dtype: torch.dtype, start: int) -> BucketEntry:
+def bucket_entry(name: str, tensor: Tensor, dtype: torch.dtype | None, start: int) -> BucketEntry:
     """Build the entry of `tensor` from byte `start` on; floating point is cast to `dtype`."""
-    sent_dtype = dtype if tensor.is_floating_point() else tensor.dtype
+    sent_dtype = dtype if dtype and tensor.is_floating_point() else tensor.dtype
     aligned = -(-start // _ALIGN) * _ALIGN
     return BucketEntry(name, tuple(tensor.shape), str(sent_dtype).removeprefix("torch."), aligned)
+
+
+def chunks(
+    named: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, size: int
+) -> Iterator[list[tuple[BucketEntry, Tensor]]]:
+    """Yield tensors with places in a buffer of `size` bytes; a larger one comes alone."""
+    parts: list[tuple[BucketEntry, Tensor]] = []
+    for name, tensor in named:
+        entry = bucket_entry(name, tensor, dtype, parts[-1][0].end if parts else 0)
+        if parts and entry.end > size:
+            yield parts
+            parts, entry = [], bucket_entry(name, tensor, dtype, 0)
+        parts.append((entry, tensor))
+    if parts:
+        yield parts
 
 
 def unlink_group_names() -> None:
@@ -186,6 +198,9 @@ class WorkerMonitor:
         self._seen.set()
 
 
+def nothing() -> None: ...
+
+
 class WeightChannel:
     """Sends tensors to all workers of one engine."""
 
@@ -195,15 +210,12 @@ class WeightChannel:
         self._executor, self._monitor, self._dtype = executor, monitor, dtype
         self._half = bucket_bytes
         self._buffer: SharedBuffer | None = None
-        self._entries: list[BucketEntry] = []  # written and not sent yet
-        self._half_index, self._at = 0, 0  # the half that is filled, and its next free byte
-        self._reading: Callable[[], None] | None = None  # waits for the workers with the other half
 
     def unlink_names(self) -> None:
         """Unlink vLLM's shared memory, which a killed process would leave behind."""
         for queue in (self._executor.rpc_broadcast_mq, *self._executor.response_mqs):
             unlink_queue_name(queue)
-        self._call("unlink_names")
+        self.call("unlink_names")
 
     def send(self, prefix: str, named: Named, *finish: object) -> None:
         """Send tensors; the workers' `<prefix>_begin`, `_load` and `_finish` get them.
@@ -211,53 +223,34 @@ class WeightChannel:
         Raises WorkerDied if a worker is lost, RolloutError with the first worker's error if one
         can't load them.
         """
-        self._open(self._half)
-        self._entries, self._half_index, self._at, self._reading = [], 0, 0, None
-        self._call(f"{prefix}_begin")
-        for name, tensor in named:
-            self._add(name, tensor, f"{prefix}_load")
-        self._flush(f"{prefix}_load")
-        self._finish_reading()
-        self._call(f"{prefix}_finish", *finish)
-
-    def _add(self, name: str, tensor: Tensor, method: str) -> None:
-        """Write a tensor; where its half is full, have the workers read that."""
-        entry = bucket_entry(name, tensor, self._dtype, self._at)
-        if entry.end > (self._half_index + 1) * self._half:
-            self._flush(method)
-            if entry.nbytes > self._half:
-                self._finish_reading()
-                self._open(-(-entry.nbytes // 4096) * 4096)
-                self._half_index = self._at = 0
-            entry = bucket_entry(name, tensor, self._dtype, self._at)
-        self._open(self._half).write(entry, tensor)
-        self._entries.append(entry)
-        self._at = entry.end
-
-    def _flush(self, method: str) -> None:
-        """Have the workers read what was written, while the other half is filled."""
-        if self._entries:
-            self._finish_reading()  # then that half may be written
-            self._reading = self._start(method, self._entries)
-            self._half_index = 1 - self._half_index
-            self._at, self._entries = self._half_index * self._half, []
-
-    def _finish_reading(self) -> None:
-        reading, self._reading = self._reading, None
-        if reading is not None:
+        self.call(f"{prefix}_begin")
+        reading = nothing  # waits for the workers with the other half
+        for number, parts in enumerate(chunks(named, self._dtype, self._half)):
+            if (end := parts[-1][0].end) > self._half:
+                reading()
+                reading = nothing
+            buffer = self._open(max(self._half, -(-end // 4096) * 4096)).bytes
+            half, entries = number % 2 * self._half, list[BucketEntry]()
+            for entry, tensor in parts:
+                entries.append(replace(entry, start=half + entry.start))
+                entries[-1].view(buffer).copy_(tensor)
             reading()
+            reading = self._start(f"{prefix}_load", entries)
+        reading()
+        self.call(f"{prefix}_finish", *finish)
 
     def _open(self, half: int) -> SharedBuffer:
         if self._buffer is None or half > self._half:
             mapping = SharedBuffer.create(2 * half)
             try:
-                self._call("weights_open", mapping.path, mapping.size)
+                self.call("weights_open", mapping.path, mapping.size)
             finally:
                 mapping.unlink()
             self._buffer, self._half = mapping, half
         return self._buffer
 
-    def _call(self, method: str, *arguments: object) -> None:
+    def call(self, method: str, *arguments: object) -> None:
+        """Call a method of all workers; raise WorkerDied or the first error, as `send`."""
         self._start(method, *arguments)()
 
     def _start(self, method: str, *arguments: object) -> Callable[[], None]:
@@ -334,6 +327,10 @@ class EngineWeights(ABC):
         self._base = None
         self._load(named, complete=True)
 
+    @abstractmethod
+    def transfer(self, step: str, *arguments: object) -> None:
+        """Call `step` of the `BroadcastEngine` in each of vLLM's workers."""
+
     def invalidate(self) -> None:
         """Load the next model in full: the weights loaded before are lost."""
         self._base = None
@@ -392,6 +389,9 @@ class InProcessWeights(EngineWeights):
             )
         return {name: parameter.data for name, parameter in self.target.named_parameters()}
 
+    def transfer(self, step: str, *arguments: object) -> None:
+        getattr(self._worker.weight_transfer_engine, step)(*arguments)
+
     def release(self) -> None:
         if self._shared is not None:
             weight_load.release(self._shared.model, self._shared.views)
@@ -440,6 +440,9 @@ class WorkerWeights(EngineWeights):
             "vLLM's parameters are in its worker processes, where this one can't write; use "
             "update_weights or update_from, or an engine with rank_groups"
         )
+
+    def transfer(self, step: str, *arguments: object) -> None:
+        self._channel.call("transfer", step, *arguments)
 
     def _load(self, named: Named, complete: bool) -> None:
         with torch.no_grad():

@@ -10,8 +10,9 @@ import torch
 from engine.errors import DivergedRolloutError, RolloutError
 from engine.rollout.protocol import Completion, RolloutStats, SamplingParams
 from engine.rollout.sampling import noise_keys
-from engine.rollout.stream import PartialCompletion
-from engine.rollout.vllm.vllm_types import LLM, RequestOutput, RequestState, Worker
+from engine.rollout.trainer_model import chosen_experts
+from engine.rollout.vllm.options import VllmOptions
+from engine.rollout.vllm.vllm_types import LLM, RequestOutput, Worker
 
 
 class VllmFailed(RolloutError):
@@ -21,11 +22,10 @@ class VllmFailed(RolloutError):
 class LLMRequests:
     """Requests of one `vllm.LLM`; each is sent with `lora_request`, if any."""
 
-    def __init__(
-        self, llm: LLM, max_model_len: int, seed: int, lora_request: object = None
-    ) -> None:
+    def __init__(self, llm: LLM, options: VllmOptions, lora_request: object = None) -> None:
         self._llm, self._lora_request = llm, lora_request
-        self._max_model_len, self._seed = max_model_len, seed
+        self._max_model_len, self._seed = options.max_model_len, options.seed
+        self._routed_layers = list(options.routed_layers)
         self._requests = 0
         self.cache_salt = ""  # requests share cached blocks with those of the same salt alone
 
@@ -100,10 +100,15 @@ class LLMRequests:
         states = self._llm.llm_engine.output_processor.request_states.values()
         return {state.external_req_id: len(state.detokenizer.output_token_ids) for state in states}
 
-    def unfinished(self) -> dict[str, PartialCompletion]:
-        """Return what vLLM has of each request that hasn't ended, by id."""
-        states = self._llm.llm_engine.output_processor.request_states.values()
-        return {state.external_req_id: _unfinished(state) for state in states}
+    def unfinished(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Return tokens and log-probs of each request that hasn't ended, by id."""
+        return {
+            state.external_req_id: (
+                list(state.detokenizer.output_token_ids),
+                list(state.logprobs_processor.logprobs.logprobs),
+            )
+            for state in self._llm.llm_engine.output_processor.request_states.values()
+        }
 
     def abort(self, ids: list[str]) -> None:
         """Abort these requests in vLLM."""
@@ -130,21 +135,9 @@ class LLMRequests:
             )
         stats.generated_tokens += len(tokens)
         stats.prefill_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
-        return Completion(index, tokens, log_probs, answer.finish_reason, version)
-
-
-def _unfinished(state: RequestState) -> PartialCompletion:
-    tokens = list(state.detokenizer.output_token_ids)
-    starts = [(int(version), start) for version, start in state.weight_version_starts]
-    ends = [*(start for _, start in starts[1:]), len(tokens)][: len(starts)]
-    versions = [v for (v, start), end in zip(starts, ends, strict=True) for _ in range(start, end)]
-    return PartialCompletion(0, tokens, list(state.logprobs_processor.logprobs.logprobs), versions)
-
-
-def token_versions(output: RequestOutput) -> list[int]:
-    """Return the policy version of each token, of an engine whose weights' version is set."""
-    spans = output.outputs[0].weight_versions or []
-    return [int(span.version) for span in spans for _ in range(span.start, span.end)]
+        reason, read = answer.finish_reason, len(output.prompt_token_ids) + len(tokens) - 1
+        experts = chosen_experts(answer.routed_experts, self._routed_layers, read)
+        return Completion(index, tokens, log_probs, reason, version, routed_experts=experts)
 
 
 def _clear_kv_cache(worker: Worker) -> None:

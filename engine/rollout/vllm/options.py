@@ -12,7 +12,8 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -27,7 +28,12 @@ from engine.config.rollout_engines import VllmConfig
 from engine.config.text import explain
 from engine.errors import ConfigError
 from engine.rollout import trainer_model
-from engine.rollout.protocol import EngineCapabilities, check_lora, resolve_max_model_len
+from engine.rollout.protocol import (
+    ENGINE_SETTINGS,
+    EngineCapabilities,
+    check_lora,
+    resolve_max_model_len,
+)
 
 WHERE = "rollout.vllm.engine_kwargs"
 
@@ -39,6 +45,7 @@ _SETTINGS = {name: f"rollout.vllm.{name}" for name in _SECTION} | {
     "quantization_config": "rollout.vllm.quantization",
     "enable_lora": "rollout.lora",
     "max_lora_rank": "model.lora.rank",
+    "enable_return_routed_experts": "rollout.enable_rollout_routing_replay",
     "enable_sleep_mode": "rollout.vllm.sleep",
     "max_num_seqs": "rollout.max_num_seqs",
     "kv_cache_memory_bytes": "rollout.kv_cache_memory_mb",
@@ -151,11 +158,14 @@ CPU_KV_CACHE_MB = 256
 _STEP_TOKENS = 8192  # of one forward pass, at least a whole prompt's
 _BLOCK = 32  # tokens a KV block; a group shares its prompt's full blocks, and 128 is CPU's default
 _CHECKED_ONLY = 0.01  # a share that vLLM compares with free memory, and doesn't fill
+WEIGHT_TRANSFER = "hybridflyte"  # the name of `worker_extension.BroadcastEngine` in vLLM
 _BACKENDS = {"in_process": "uni", "workers": "mp", "ranks": "external_launcher"}
 _QUANTIZATIONS = {"fp8": "fp8_per_block"}  # vLLM's names for quantisation while loading
 
 
-def check_settings(settings: VllmConfig, kv_cache_memory_mb: int | None, lora: str) -> None:
+def check_settings(
+    settings: VllmConfig, kv_cache_memory_mb: int | None, lora: str, replay: bool
+) -> None:
     """Raise ConfigError for what can't be on any machine, before anything is started."""
     check_engine_kwargs(settings.engine_kwargs, in_process=settings.in_process)
     default = VllmConfig().gpu_memory_utilization
@@ -170,12 +180,18 @@ def check_settings(settings: VllmConfig, kv_cache_memory_mb: int | None, lora: s
             f"rollout.vllm.quantization={settings.quantization} with rollout.lora=adapter: "
             "weights are quantised with the adapters merged into them; set rollout.lora=merged"
         )
+    if replay and not settings.enable_prefix_caching:
+        raise ConfigError(
+            "rollout.enable_rollout_routing_replay=true with "
+            "rollout.vllm.enable_prefix_caching=false: vLLM keeps the experts of tokens beside its "
+            "cached blocks; set enable_prefix_caching=true"
+        )
 
 
-def _check_here(
-    settings: VllmConfig, *, on_gpu: bool, dtype: str, max_model_len: int, max_num_seqs: int
-) -> None:
+def _check_here(options: VllmOptions) -> None:
     """Raise ConfigError for what can't be on this machine and with this model."""
+    settings, on_gpu, dtype = options.settings, options.on_gpu, options.dtype
+    max_model_len, max_num_seqs = options.max_model_len, options.max_num_seqs
     quantization, tokens = settings.quantization, settings.max_num_batched_tokens
     if settings.enable_chunked_prefill and not on_gpu:
         raise ConfigError(
@@ -192,6 +208,12 @@ def _check_here(
             f"rollout.vllm.quantization={quantization} of float32 weights: vLLM computes beside "
             "it in bfloat16 or float16; set rollout.vllm.dtype=bfloat16"
         )
+    if options.routed_layers and not on_gpu and "cpu" not in _triton_backends():
+        raise ConfigError(
+            "rollout.enable_rollout_routing_replay=true with rollout.engine=vllm on a CPU: vLLM "
+            "records experts in its second model runner, whose kernels need a Triton with a CPU "
+            "backend; install triton-cpu, or set rollout.engine=native"
+        )
     whole_prompts = settings.enable_chunked_prefill is False or not on_gpu
     if tokens is not None and whole_prompts and tokens < max_model_len:
         raise ConfigError(
@@ -204,6 +226,12 @@ def _check_here(
             f"rollout.vllm.max_num_batched_tokens={tokens} is less than rollout.max_num_seqs="
             f"{max_num_seqs}, which each decode one token a pass; raise it, or lower that"
         )
+
+
+def _triton_backends() -> Container[str]:
+    with suppress(ImportError):
+        return importlib.import_module("triton.backends").backends
+    return ()
 
 
 def engine_arguments(options: VllmOptions) -> dict[str, object]:
@@ -227,6 +255,8 @@ def engine_arguments(options: VllmOptions) -> dict[str, object]:
         arguments["quantization"] = _QUANTIZATIONS.get(name, name)
     if options.adapter_rank:
         arguments |= {"enable_lora": True, "max_loras": 1}
+    if options.routed_layers:
+        arguments["enable_return_routed_experts"] = True
     chunked = options.on_gpu and settings.enable_chunked_prefill is not False
     step_tokens = max(_STEP_TOKENS, options.max_num_seqs, options.max_model_len)
     step_default = None if chunked else step_tokens
@@ -266,6 +296,7 @@ class VllmOptions:
     tensor_parallel_size: int
     rank_groups: tuple[tuple[int, ...], ...]  # of mode "ranks", e.g. ((0, 2), (1, 3)); else ()
     adapter_rank: int  # of LoRA adapters that vLLM applies itself; 0: none
+    routed_layers: tuple[int, ...]  # whose experts are recorded, e.g. (0, 1); (): none
     share: bool  # whether vLLM's parameters may be the trainer's, and so must outlast its sleep
     settings: VllmConfig
 
@@ -276,14 +307,16 @@ def capabilities(config: RolloutConfig) -> EngineCapabilities:
     return EngineCapabilities(
         streams=True,
         cuts=True,
+        streams_experts=True,
         adapters=True,
         exclusive=True,
         loads_shards=True,
+        receives=not config.vllm.quantization,
         own_processes=not config.vllm.in_process,
         memory_share=config.vllm.gpu_memory_utilization if config.kv_cache_memory_mb is None else 0,
         stays_awake=level == 0,
         sleep_level=(2 if on_gpu() else 0) if level is None else level,
-        settings=frozenset({"max_num_seqs", "kv_cache_memory_mb", "kv_on_update", "lora", "vllm"}),
+        settings=frozenset(ENGINE_SETTINGS) - {"cuda_graphs", "server"},
     )
 
 
@@ -302,6 +335,7 @@ def resolve(
     tensor_parallel_size: int = 1,
     rank_groups: Sequence[Sequence[int]] | None = None,
     lora: str = "",
+    routed_experts: bool = False,
     **settings: object,
 ) -> VllmOptions:
     """Check the settings against `model` and each other; raise ConfigError for what can't be.
@@ -310,7 +344,8 @@ def resolve(
     or a `tensor_parallel_size` above 1, the model runs in that many worker processes; with
     `rank_groups` over the ranks of the default process group, e.g. [[0, 1], [2, 3]]. `seed` is
     added to that of each request. Without `kv_cache_memory_mb` the KV cache has 256 MB on a CPU,
-    and on a GPU what vLLM's share leaves.
+    and on a GPU what vLLM's share leaves. `routed_experts`: completions say which experts their
+    tokens were given to.
     """
     try:
         vllm = VllmConfig.model_validate(settings)
@@ -319,7 +354,7 @@ def resolve(
     for name, value in (("max_num_seqs", max_num_seqs), ("kv_cache_memory_mb", kv_cache_memory_mb)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} is too small for any work; use 1 or more")
-    check_settings(vllm, kv_cache_memory_mb, lora)
+    check_settings(vllm, kv_cache_memory_mb, lora, routed_experts)
     config: Any = model.config
     groups = tuple(tuple(group) for group in rank_groups or ())
     _check_parallel(config, tensor_parallel_size, groups)
@@ -329,12 +364,11 @@ def resolve(
     dtype = vllm.dtype or str(trainer_model.model_dtype(model)).removeprefix("torch.")
     gpu = on_gpu()
     length = resolve_max_model_len(max_model_len, getattr(config, "max_position_embeddings", None))
-    _check_here(vllm, on_gpu=gpu, dtype=dtype, max_model_len=length, max_num_seqs=max_num_seqs)
     rank = trainer_model.adapter_rank(model)
     preferred = gpu and not vllm.quantization and trainer_model.adapts_decoder(model)
     apart = lora == "adapter" or (preferred and not lora)
     shareable = mode == "in_process" and not vllm.quantization and (apart or not rank)
-    return VllmOptions(
+    options = VllmOptions(
         mode=mode,
         on_gpu=gpu,
         max_num_seqs=max_num_seqs,
@@ -345,9 +379,12 @@ def resolve(
         tensor_parallel_size=tensor_parallel_size,
         rank_groups=groups,
         adapter_rank=rank if apart else 0,
+        routed_layers=tuple(trainer_model.routers(model)) if routed_experts else (),
         share=shareable and trainer_model.can_be_shared(model, DTYPES[dtype]),
         settings=vllm,
     )
+    _check_here(options)
+    return options
 
 
 def _check_parallel(config: object, size: int, groups: tuple[tuple[int, ...], ...]) -> None:

@@ -1,4 +1,4 @@
-"""Patches of vLLM's private code (vLLM 0.32); `private_names.yaml` says what each is for.
+"""Patches of vLLM's private code; `private_names.yaml` says what each is for.
 
 The first five patches are active in the trainer's process while an engine starts, and always in
 vLLM's workers; the others are of the process that starts the engine.
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -159,6 +160,7 @@ def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
     is a constant: two jobs on a machine would share it.
     """
     from vllm.distributed import parallel_state
+    from vllm.distributed.aux_output_connector import worker
     from vllm.v1.executor import uniproc_executor
 
     rank, order = dist.get_rank(), [rank for group in groups for rank in group]
@@ -178,6 +180,8 @@ def launched_by_trainer(groups: Sequence[Sequence[int]]) -> Iterator[None]:
         replaced(
             uniproc_executor.ExecutorWithExternalLauncher, "_distributed_args", lambda _: address
         ),
+        # Each rank has a scheduler, which reads experts from its own worker alone.
+        replaced(worker, "get_tp_group", lambda: SimpleNamespace(is_first_rank=True)),
     ):
         yield
 
@@ -220,6 +224,7 @@ def form_expert_groups() -> None:
 def keep_process_groups() -> None:
     """Let an engine that ends free its device memory alone."""
     from vllm.v1.engine import core
+    from vllm.v1.executor import uniproc_executor as executors
 
     def free_memory() -> None:
         gc.collect()
@@ -227,3 +232,5 @@ def keep_process_groups() -> None:
             torch.accelerator.empty_cache()
 
     vars(core)["cleanup_dist_env_and_memory"] = free_memory
+    # As of 0.33 its own ends the model's groups.
+    executors.ExecutorWithExternalLauncher.shutdown = executors.UniProcExecutor.shutdown

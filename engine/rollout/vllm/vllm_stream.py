@@ -2,8 +2,7 @@
 
 An update preempts what is running; vLLM computes its keys and values again under the new weights.
 So each log-prob is that of its version's weights over the whole sequence, as with the native
-engine. With `keeps_kv` they stay as they are, and what begins later shares none of them. vLLM
-itself notes which version drew which tokens.
+engine. With `keeps_kv` they stay as they are, and what begins later shares none of them.
 
 vLLM takes a request when there is room for its prompt, and preempts where running ones outgrow the
 cache. Here (`KvAdmission`) a completion waits until its keys and values will fit beside those of
@@ -19,7 +18,7 @@ import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from torch import nn
@@ -28,7 +27,7 @@ from engine.errors import RolloutError
 from engine.rollout import protocol, stream
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import PartialCompletion, PartialRequest, StreamedCompletion
-from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed, token_versions
+from engine.rollout.vllm.llm_requests import LLMRequests, VllmFailed
 from engine.rollout.vllm.options import VllmOptions
 
 
@@ -102,27 +101,34 @@ class _Open:
     prompt: list[int]
     prior: PartialCompletion  # the tokens that it resumes from
     limit: int  # its longest, in tokens
+    versions: list[int] = field(default_factory=list)  # of its tokens before the latest update
 
     def row(self, sampled: int = 0) -> Row:
         """Return its size after `sampled` more tokens."""
         return Row(self.key, len(self.prompt), self.limit, len(self.prior.token_ids) + sampled)
 
-    def with_sampled(self, rest: PartialCompletion) -> PartialCompletion:
-        """Return the tokens that it began with, and the rest."""
+    def with_sampled(
+        self, token_ids: list[int], log_probs: list[float], version: int
+    ) -> PartialCompletion:
+        """Return the tokens that it began with, and those sampled, of `version` at the end."""
         prior = self.prior
+        latest = [version] * (len(token_ids) - len(self.versions))
         return PartialCompletion(
             prior.completion_index,
-            [*prior.token_ids, *rest.token_ids],
-            [*prior.log_probs, *rest.log_probs],
-            [*prior.token_versions, *rest.token_versions],
+            [*prior.token_ids, *token_ids],
+            [*prior.log_probs, *log_probs],
+            [*prior.token_versions, *self.versions, *latest],
         )
 
-    def streamed(self, rest: PartialCompletion, reason: str) -> StreamedCompletion:
+    def streamed(self, rest: protocol.Completion) -> StreamedCompletion:
         """Return the completion that ends with `rest`."""
-        part = self.with_sampled(rest)
-        oldest, versions = min(part.token_versions), part.token_versions
-        completion = protocol.Completion(
-            self.number, part.token_ids, part.log_probs, reason, oldest, versions
+        part = self.with_sampled(rest.token_ids, rest.log_probs, rest.policy_version)
+        completion = replace(
+            rest,
+            token_ids=part.token_ids,
+            log_probs=part.log_probs,
+            policy_version=min(part.token_versions),
+            token_versions=part.token_versions,
         )
         return StreamedCompletion(self.key, part.completion_index, completion)
 
@@ -214,9 +220,7 @@ class VllmStream(stream.RolloutStream):
             self._may_fit = True
             version = self.policy_version
             rest = self._requests.completion(request.number, output, version, self.stats)
-            versions = token_versions(output) or [version] * len(rest.token_ids)
-            sampled = PartialCompletion(0, rest.token_ids, rest.log_probs, versions)
-            ended.append(request.streamed(sampled, rest.finish_reason))
+            ended.append(request.streamed(rest))
             self._room.end(len(ended[-1].completion.token_ids))
         return ended + (self._end_cut() if self._cut else [])
 
@@ -224,16 +228,18 @@ class VllmStream(stream.RolloutStream):
         """Take out the completions that are cut, once they have a token."""
         ended, unfinished = [], self._requests.unfinished()
         for id, request in list(self._open.items()):
-            sampled = unfinished.get(id)
-            if request.key not in self._cut or sampled is None or not sampled.token_ids:
+            tokens, log_probs = unfinished.get(id, ([], []))
+            if request.key not in self._cut or not tokens:
                 continue
-            if any(map(math.isnan, sampled.log_probs)):
+            if any(map(math.isnan, log_probs)):
                 continue  # it ends by itself, with the error that says why
             self._requests.abort([id])
             del self._open[id]
             self._may_fit = True
-            self.stats.generated_tokens += len(sampled.token_ids)
-            ended.append(request.streamed(sampled, "length"))
+            self.stats.generated_tokens += len(tokens)
+            version, number = self.policy_version, request.number
+            rest = protocol.Completion(number, tokens, log_probs, "length", version)
+            ended.append(request.streamed(rest))
         self._cut &= {request.key for request in self._unfinished()}
         return ended
 
@@ -242,10 +248,17 @@ class VllmStream(stream.RolloutStream):
         self._check_open()
         self._engine.update_weights(model, version)
 
+    def note_version(self) -> None:
+        """Note that tokens so far are of the present version: an update follows."""
+        lengths = self._requests.lengths()
+        for id, request in self._open.items():
+            latest = lengths[id] - len(request.versions)
+            request.versions.extend([self.policy_version] * latest)
+
     def partials(self) -> list[PartialRequest]:
         self._check_open()
-        unfinished, partials = self._requests.unfinished(), dict[Hashable, PartialRequest]()
-        parts = [request.with_sampled(unfinished[id]) for id, request in self._open.items()]
+        rest, partials = self._requests.unfinished(), dict[Hashable, PartialRequest]()
+        parts = [r.with_sampled(*rest[id], self.policy_version) for id, r in self._open.items()]
         parts += [request.prior for request in self._held]
         for request, part in zip(self._unfinished(), parts, strict=True):
             partial = PartialRequest(request.key, request.prompt, [])

@@ -8,7 +8,6 @@ from typing import Any, Protocol, TypeAlias
 # Private objects: what is used of them is in `private_names.yaml`.
 Executor: TypeAlias = Any
 ModelRunner: TypeAlias = Any
-RequestState: TypeAlias = Any
 Worker: TypeAlias = Any
 
 
@@ -16,7 +15,7 @@ class CompletionOutput(Protocol):
     token_ids: Sequence[int]
     logprobs: Any  # has `logprobs`, a float a token
     finish_reason: str | None
-    weight_versions: Sequence[Any] | None  # runs of tokens: `version`, `start`, `end`
+    routed_experts: Any | None  # uint8 or uint16 array [prompt + completion − 1, layers, k]
 
 
 class RequestOutput(Protocol):
@@ -29,7 +28,7 @@ class RequestOutput(Protocol):
 
 class LLMEngine(Protocol):
     engine_core: Any  # `shutdown`, and `engine_core.model_executor`: an `Executor`
-    output_processor: Any  # has `request_states`: a `RequestState` by id
+    output_processor: Any  # has `request_states`, by id
     vllm_config: Any
 
     def add_request(
@@ -39,7 +38,6 @@ class LLMEngine(Protocol):
     def has_unfinished_requests(self) -> bool: ...
     def abort_request(self, request_ids: list[str]) -> None: ...
     def reset_prefix_cache(self, reset_running_requests: bool) -> bool: ...
-    def set_weight_version(self, weight_version: str) -> None: ...
     def sleep(self, level: int) -> object: ...
     def wake_up(self, tags: list[str]) -> object: ...
 

@@ -11,6 +11,7 @@ then need no copy at all.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -118,6 +119,39 @@ class QuantizedLoad(WeightLoad):
 
         with set_current_vllm_config(self._config), patches.weights_unpacked():
             yield
+
+
+class StagedWeights:
+    """A copy of a vLLM model's parameters on the host, pinned, which its own loaders can fill."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._copies: dict[nn.Parameter, Tensor] = {}
+        self.module = self._copy(model)
+
+    def copy_to(self, model: nn.Module) -> None:
+        """Copy all to `model`'s parameters, in place."""
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.copy_(self._copies[parameter], non_blocking=True)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+
+    def _copy(self, module: nn.Module) -> nn.Module:
+        """A module with copies for its parameters and modules; all else is shared."""
+        new = copy.copy(module)
+        new._modules = {n: m if m is None else self._copy(m) for n, m in module._modules.items()}
+        new._parameters = {n: self._host(p) for n, p in module._parameters.items()}
+        return new
+
+    def _host(self, parameter: nn.Parameter | None) -> Any:
+        if parameter is None:
+            return None
+        if parameter not in self._copies:  # tied ones have one
+            data = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
+            new = Tensor._make_subclass(type(parameter), data)  # has vLLM's methods for loading
+            new.__dict__.update(parameter.__dict__)
+            self._copies[parameter] = new
+        return self._copies[parameter]
 
 
 def rename_mapper(target: nn.Module) -> Any:

@@ -1,8 +1,9 @@
-"""What runs in vLLM's worker processes: loading weights from shared memory into the live model.
+"""What runs in vLLM's workers: loading weights from shared memory, or from a trainer's broadcast.
 
-vLLM imports this module in each worker process, before it makes the model, and adds the methods
-below to its worker. No method raises: of several workers' answers vLLM reads only those up to the
-first error, and would take the rest for answers to its next call. So an error is an answer.
+vLLM imports this module in each worker process, before it makes the model, and adds the methods of
+`WorkerExtension` to its worker. None of them raises: of several workers' answers vLLM reads only
+those up to the first error, and would take the rest for answers to its next call. So an error is an
+answer.
 """
 
 from __future__ import annotations
@@ -10,19 +11,93 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import wraps
+from typing import Any
 
+import torch
 from torch import Tensor
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from engine.errors import WeightSyncError
 from engine.rollout.vllm import engine_launch, engine_weights, patches, weight_load
 from engine.rollout.vllm.engine_weights import BucketEntry, SharedBuffer
+from engine.rollout.vllm.options import WEIGHT_TRANSFER
 from engine.rollout.vllm.vllm_types import ModelRunner
-from engine.rollout.vllm.weight_load import WeightLoad, begin_load
+from engine.rollout.vllm.weight_broadcast import Member
+from engine.rollout.vllm.weight_load import StagedWeights, WeightLoad, begin_load
+from engine.weight_transfer import BroadcastRound
+from engine.worker_process import on_daemon_thread
 
 if os.environ.get(engine_launch.WORKER_MARK):  # set for the workers alone, by `engine_launch`
     _for_good = patches.weights_unpacked()  # a name, as a collected one would undo itself
     _for_good.__enter__()
     patches.skip_compilation()
+
+
+_DRAIN_S = 60.0  # for a round that its sender has ended
+
+
+class BroadcastEngine(WeightTransferEngine[BroadcastRound, BroadcastRound]):
+    """vLLM's end of a broadcast: a copy on the host receives it while the model decodes."""
+
+    init_info_cls = update_info_cls = BroadcastRound
+    supports_draft_weight_update = False
+    defers_processing = True
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._member, self._staged = Member(), None  # type: Member, StagedWeights | None
+        self._receiving: Future[None] | None = None
+
+    def init_transfer_engine(self, init_info: BroadcastRound) -> None:
+        """Each round says which group it is of, and is joined when it begins."""
+
+    def start_weight_update(self) -> None:
+        """A copy needs no preparation."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Begin to receive a round; the model stays as it is until `finish_weight_update`."""
+        before, broadcast = self._receiving, self.parse_update_info(update_info)
+
+        def receive() -> None:
+            if before is not None and not wait([before], broadcast.deadline_s).done:
+                raise WeightSyncError(f"the round before has not ended in {broadcast.deadline_s} s")
+            self.receive_weights(broadcast)
+
+        self._receiving = on_daemon_thread(receive)
+
+    @torch.no_grad()
+    def receive_weights(self, update_info: BroadcastRound) -> None:
+        """Receive a whole round into the copy."""
+        stream = None
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            self._staged = self._staged or StagedWeights(self.model)
+            loading = WeightLoad(self._staged.module, self.vllm_config)
+            rank = update_info.rank + self.parallel_config.rank
+            self._member.receive(update_info, rank, loading.load)
+            loading.finish(complete=True)
+
+    def drain_pending(self) -> None:
+        """Wait for the round that `update_weights` began; raise what it raised."""
+        assert self._receiving is not None, "update_weights comes first"
+        self._receiving.result(timeout=_DRAIN_S)
+
+    def finish_weight_update(self) -> None:
+        """Copy the weights received to where the model has its own."""
+        self.drain_pending()
+        assert self._staged is not None
+        self._staged.copy_to(self.model)
+
+    def shutdown(self) -> None:
+        self._member.close()
+
+
+WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, BroadcastEngine)
 
 
 def _answered(method: Callable[..., None]) -> Callable[..., str | None]:
@@ -45,6 +120,7 @@ class WorkerExtension:
     """Methods for `collective_rpc`, those of an update in order: begin, load …, finish."""
 
     model_runner: ModelRunner
+    weight_transfer_engine: BroadcastEngine
     _buffer: SharedBuffer
     _loading: WeightLoad
     _adapter: dict[str, Tensor]
@@ -81,3 +157,7 @@ class WorkerExtension:
     def adapter_finish(self, config: dict[str, object]) -> None:
         weight_load.load_adapter(self, self._adapter, config)
         self._adapter = {}
+
+    @_answered
+    def transfer(self, step: str, *arguments: object) -> None:
+        getattr(self.weight_transfer_engine, step)(*arguments)

@@ -80,7 +80,11 @@
   function figures(curves, marks, chosen, choose) {
     const front = FIRST.filter((name) => curves[name]).slice(0, 5);
     const rest = Object.keys(curves).filter((name) => !front.includes(name));
-    const boxes = front.map((name) => figure(make("span", "", name), name, curves[name], marks));
+    const boxes = front.map((name) => {
+      const title = make("span");
+      name.split(/(?<=[/_.])/).forEach((part) => title.append(part, make("wbr")));
+      return figure(title, name, curves[name], marks);
+    });
     if (rest.length) {
       const shown = rest.includes(chosen) ? chosen : rest[0];
       const select = make("select");

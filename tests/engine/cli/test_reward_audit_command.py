@@ -44,6 +44,15 @@ def test_a_file_of_verls_kind_is_audited_on_rows_of_a_file(
     assert "hole: buried truth (credit on 4 of 4 rows" in err
 
 
+def test_columns_of_the_file_are_named_as_in_a_run(file: Path, tmp_path: Path) -> None:
+    data = tmp_path / "problems.csv"
+    data.write_text("question,answer\n" + "".join(f"{n}+{n}=,{2 * n}\n" for n in range(9)) + ",4\n")
+    columns = ["columns.prompt=question", "data.columns.ground_truth=answer"]
+    command = [str(file), "--data", str(data), *columns]
+    assert main([*command, "bad_rows=drop"]) == 0
+    assert main(command) == 2
+
+
 def test_the_audit_is_printed_as_json(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"{file}::weak", "--truths", "text", "--json"]) == 1
     (found,) = from_json(capsys.readouterr().out.encode(), "stdout").values()
@@ -58,6 +67,7 @@ def test_the_audit_is_printed_as_json(file: Path, capsys: pytest.CaptureFixture[
         (["answer_match", "--option", "metod=flexible"], "metod"),
         (["answer_match", "--option", "method: flexible"], "--option 'method: flexible'"),
         (["answer_match", "--data", "/nowhere.parquet"], "/nowhere.parquet"),
+        (["answer_match", "bad_rows=drop"], "name their file by --data"),
         ([], "the following arguments are required"),
     ],
 )

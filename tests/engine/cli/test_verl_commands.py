@@ -396,7 +396,7 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(
     )
     command = [
         f"data.train_files={tmp_path / 'train.parquet'}",
-        "data.train_batch_size=8",
+        "data.train_batch_size=100",  # of a smaller file all rows are a batch
         "data.max_response_length=6",
         f"actor_rollout_ref.model.path={tiny_folder}",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,19 @@ import torch
 
 from engine.batch import Batch, Future, Ready
 from engine.checkpoint import CheckpointStore, Saver
-from engine.controller.async_rollout import AsyncRollout, PublishedWeights
+from engine.controller.async_rollout import AsyncRollout, PublishedWeights, WeightBroadcasts
 from engine.controller.rollout_queue import AdmissionLimits
 from engine.controller.supervision import HealthPolicy
-from engine.errors import PlacementError, WorkerError
+from engine.errors import PlacementError, WeightSyncError, WorkerError
 from engine.trainers.resume import run_with_retries
+from engine.weight_transfer import BroadcastRound
 from engine.workers.rollout_worker import PollResult
 
 
 class Failed(Future[Any]):
     """A call that has failed."""
 
-    def __init__(self, error: WorkerError) -> None:
+    def __init__(self, error: WorkerError | WeightSyncError) -> None:
         self.error = error
 
     def result(self, until: float | None = None) -> Any:
@@ -36,7 +37,7 @@ class Failed(Future[Any]):
     def done(self) -> bool:
         return True
 
-    def failure(self) -> WorkerError:
+    def failure(self) -> WorkerError | WeightSyncError:
         return self.error
 
 
@@ -263,3 +264,155 @@ def test_retries_are_bounded_at_the_same_checkpoint_and_begin_anew_after_progres
 
 def test_a_run_that_always_gets_on_is_never_given_up(tmp_path: Path) -> None:
     assert attempts(tmp_path, (*range(1, 9), 8), max_attempts=2) == 9
+
+
+class Sending:
+    """An actor that broadcasts, or `fails` to as often."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.fails, self.rounds, self.stored = fails, list[BroadcastRound](), 0
+        self.ends: Callable[[BroadcastRound], Future[Any]] = lambda round: Ready(None)
+
+    def broadcast_weights(self, round: BroadcastRound) -> Future[Any]:
+        self.rounds.append(round)
+        if len(self.rounds) <= self.fails:
+            return Failed(WeightSyncError("sampler0 (rank 1) joined not within 1 s"))
+        return self.ends(round)
+
+    def weights(self) -> Future[Batch]:
+        self.stored += 1
+        return Ready(Batch({"x": torch.zeros(1)}))
+
+
+class Receiving(Sampler):
+    """Has what was broadcast, once it is told to load it."""
+
+    def __init__(self) -> None:
+        super().__init__(100)
+        self.received, self.version = list[BroadcastRound](), -1
+
+    def receive_weights(self, round: BroadcastRound) -> Future[None]:
+        self.received.append(round)
+        return Ready(None)
+
+    def load_received(self, version: int) -> Future[int]:
+        assert self.received[-1].version == version
+        self.version = version
+        return Ready(version)
+
+
+@contextlib.contextmanager
+def broadcasting(
+    actor: Any, samplers: dict[str, Any], **options: Any
+) -> Iterator[tuple[AsyncRollout, WeightBroadcasts]]:
+    casts = WeightBroadcasts(actor, "gloo", "127.0.0.1", ranks=2, deadline_s=1.0, wait_s=9.0)
+    drawn = itertools.count()
+    with contextlib.closing(
+        AsyncRollout(
+            list(samplers),
+            AdmissionLimits(batch=8, staleness=1),
+            HealthPolicy(**options),
+            spawn=lambda name, attempt: samplers[name],
+            next_prompt=lambda: Batch(
+                {"group_ids": torch.tensor([next(drawn)])}, {"prompt_ids": [[5]]}
+            ),
+            score=Ready,
+            weights=casts.publish(0),
+            timeout_s=0.2,
+        )
+    ) as rollout:
+        yield rollout, casts
+
+
+def has(rollout: AsyncRollout, version: int) -> bool:
+    """Whether all have `version`; the trainer waits meanwhile, and begins rounds."""
+    with contextlib.suppress(WorkerError):
+        rollout.take()
+    return all(worker.version == version for worker in rollout.fleet.workers.values())
+
+
+def test_a_round_has_the_workers_that_lack_weights() -> None:
+    actor, samplers = Sending(), {"b": Receiving(), "a": Receiving()}
+    with broadcasting(actor, samplers) as (rollout, _):
+        _until(lambda: samplers["a"].calls > 0 and samplers["b"].calls > 0)
+        _until(lambda: has(rollout, 0))
+        [round] = actor.rounds
+        assert round.names == ("a", "a", "b", "b"), "two ranks of vLLM each"
+        received = {name: sampler.received for name, sampler in samplers.items()}
+        assert (round.rank, received["a"][0].rank, received["b"][0].rank) == (0, 1, 3)
+        assert round.deadline_s == 1.0
+        assert received["a"][0].deadline_s == 9.0, "the actor may have a step to finish"
+        assert actor.stored == 0
+
+
+def test_members_keep_their_group_until_others_come_or_a_round_fails() -> None:
+    actor: Any = Sending()
+    casts = WeightBroadcasts(actor, "gloo", "127.0.0.1", ranks=1, deadline_s=1.0, wait_s=9.0)
+    rounds = [{"a": 0, "b": 0}, {"b": 0, "a": 0}, {"a": 0, "b": 1}, {"a": 0}, {"a": 0}, {"a": 0}]
+    for version, members in enumerate(rounds):
+        actor.fails = len(rounds) - 1 if version == len(rounds) - 2 else 0
+        casts.begin(members, version)
+        assert casts.poll() == (
+            None if not actor.fails else "sampler0 (rank 1) joined not within 1 s"
+        )
+    assert [round.group for round in actor.rounds] == [1, 1, 3, 4, 4, 6]
+    assert [round.version for round in actor.rounds] == list(range(6))
+
+
+@pytest.mark.parametrize("fails", [2, 3])
+def test_after_three_failed_rounds_weights_go_through_the_store(fails: int) -> None:
+    class Loading(Receiving):
+        loads = 0
+
+        def load_weights(self, weights: Future[Batch]) -> Future[int]:
+            self.loads += 1
+            return Ready(0)
+
+    actor, sampler = Sending(fails), Loading()
+    with broadcasting(actor, {"sampler0": sampler}) as (rollout, casts):
+        _until(lambda: has(rollout, 0))
+        assert [round.group for round in actor.rounds] == [1, 2, 3], "a new group after each"
+        assert (sampler.loads, actor.stored) == ((0, 0) if fails == 2 else (1, 1))
+        assert (casts.publish(1).full is None) == (fails == 2)
+
+
+def test_a_worker_lost_in_a_round_is_its_cause_and_another_round_follows() -> None:
+    class Lost(Receiving):
+        def receive_weights(self, round: BroadcastRound) -> Future[None]:
+            return Failed(WorkerError("the worker process died"))
+
+    samplers: dict[str, Any] = {"sampler0": Receiving(), "sampler1": Lost()}
+    actor = Sending()
+
+    class Until(Ready[Any]):
+        """Ends as a broadcast does, with the round's cause in the store."""
+
+        def __init__(self, round: BroadcastRound) -> None:
+            super().__init__(None)
+            self.store, self.lost = round.open_store(), "sampler1" in round.names
+
+        def done(self) -> bool:
+            return not self.lost or self.store.check(["cause"])
+
+        def result(self, until: float | None = None) -> Any:
+            if self.lost:
+                raise WeightSyncError(self.store.get("cause").decode())
+
+    actor.ends = Until
+    with broadcasting(actor, samplers, max_restarts=0) as (rollout, _):
+        _until(lambda: samplers["sampler0"].calls > 0 and samplers["sampler1"].calls > 0)
+        _until(lambda: has(rollout, 0) or samplers["sampler0"].version == 0)
+        assert rollout.causes == ["sampler1: the worker process died"]
+        names = ["sampler0", "sampler0", "sampler1", "sampler1"]
+        assert [list(round.names) for round in actor.rounds] == [names, names[:2]]
+
+
+def test_a_worker_that_waits_for_the_trainer_is_not_given_up() -> None:
+    """It answers, and nothing is sent while the trainer is at a step of its own."""
+    sampler = Receiving()
+    with broadcasting(Sending(), {"sampler0": sampler}, sync_timeout=0.6) as (rollout, _):
+        time.sleep(1.5)
+        assert rollout.restarts == 0
+        assert str(rollout.fleet.workers["sampler0"].state) == "syncing"
+        assert sampler.calls > 2
+        _until(lambda: has(rollout, 0))

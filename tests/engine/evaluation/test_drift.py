@@ -61,6 +61,7 @@ def test_a_run_that_learns_its_task_raises_nothing(every: int) -> None:
             {
                 "response__length_mean": curve(40, 100, 1),
                 "reward__length_slope": curve(0.01, 0.01, 0.001),
+                "reward__second_grader": np.full(STEPS, np.nan),
             },
         ),
     ],
@@ -68,14 +69,30 @@ def test_a_run_that_learns_its_task_raises_nothing(every: int) -> None:
 def test_a_signal_is_raised_by_its_own_curve(name: str, curves: dict[str, np.ndarray]) -> None:
     history = rows(**curves)
     assert raised(history) == {name}
-    assert drift.metrics(history) == {
-        f"drift/{other}": float(other == name) for other in drift.NAMES
-    }
+    measured = drift.NAMES - ({"second_grader"} if name == "length_adjusted" else set())
+    assert drift.metrics(history) == {f"drift/{other}": float(other == name) for other in measured}
 
 
 def test_length_that_comes_with_better_answers_is_no_drift() -> None:
     """Within a step the longer answers are no better, as with reasoning that grows."""
     assert raised(rows(response__length_mean=curve(40, 400, 5))) == set()
+
+
+def test_longer_answers_that_a_second_grader_calls_right_are_no_drift() -> None:
+    longer = {
+        "response__length_mean": curve(40, 100, 1),
+        "reward__length_slope": curve(0.01, 0.01, 0.001),
+    }
+    assert raised(rows(**longer)) == set()
+    flat = curve(0.25, 0.26, seed=1)
+    assert raised(rows(**longer, reward__second_grader=flat)) == {
+        "length_adjusted",
+        "second_grader",
+    }
+
+
+def test_a_validation_that_is_good_from_the_start_is_no_drift() -> None:
+    assert raised(rows(20, validation__correct=curve(0.94, 0.96, 0.001))) == set()
 
 
 def test_a_few_validations_that_stand_still_are_enough() -> None:

@@ -178,7 +178,7 @@ def test_each_set_has_its_own_numbers(tables, tmp_path):
     assert test.comparison.prompt_digest != hard.comparison.prompt_digest
     (line,) = test.lines()
     assert line.startswith("test: pass@1 33.3% → 100.0% (+66.7 [")
-    assert line.endswith("3 problems; 1 of 3 prompts known from training (33.3%)")
+    assert line.endswith("3 problems; known from training: 1 of 3 prompts (33.3%)")
     write_sets(tmp_path, sets)
     assert read_sets(tmp_path) == sets
 

@@ -20,6 +20,7 @@ from triton.runtime import interpreter
 from engine.kernels import triton_kernels
 from engine.models import fused, vocabulary_head
 from engine.models.vocabulary_head import chunked_statistics
+from engine.parallel.fsdp import checkpoint_activations
 from engine.rollout.native.decoding_weights import RMSNorm, bind
 from engine.rollout.native.llama_decoder import LlamaDecoder, _rms_norm
 from engine.rollout.sampling import _invert_blocks, _sample_uncut
@@ -196,8 +197,11 @@ def liger() -> None:
         plain = run()
         for part in fused._parts(list(model.model.layers), model.model):
             fused._fuse(part, torch.device("cuda"))
-        for found, wanted in zip(run(), plain, strict=True):
-            close(found, wanted, 1e-5)
+        found = run()
+        for mine, wanted in zip(found, plain, strict=True):
+            close(mine, wanted, 1e-5)
+        checkpoint_activations(list(model.model.layers), "selective")
+        assert all(map(torch.equal, run(), found)), "what is kept was written over"
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ def train(run: Run) -> Trace:
     ranks = Ranks.form(run.layout)
     model = build(run)
     layers = decoder_layers(model)
-    if run.parallel.activation_checkpointing:
-        fsdp.checkpoint_activations(layers)
+    if checkpoints := run.parallel.activation_checkpointing:
+        fsdp.checkpoint_activations(layers, checkpoints)
     fsdp.shard_model(model, ranks, run.parallel, layers=layers)
     optimizer = Optimizer(
         model,

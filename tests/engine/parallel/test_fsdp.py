@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from dispatched import LiveBytes, Products
 from gloo_ranks import RankError, run_ranks
 from sharded_training import (
     Run,
@@ -73,6 +74,20 @@ def test_memory_savers_change_nothing(layout: Layout) -> None:
         Run(layout, "qwen2", parallel=ParallelConfig(activation_checkpointing=True), lora=True),
     ]
     run_ranks(layout.world_size, trains_as_alone, runs, 2e-6)
+
+
+def trains_as_without(layout: Layout, checkpoints: bool | str) -> None:
+    for lora in (False, True):
+        savers = ParallelConfig.model_validate({"activation_checkpointing": checkpoints})
+        got, plain = (train(Run(layout, lora=lora, parallel=p)) for p in (savers, ParallelConfig()))
+        assert (got.losses, got.norms) == (plain.losses, plain.norms)
+        assert torch.equal(got.log_probs, plain.log_probs)
+        assert all(torch.equal(got.weights[name], w) for name, w in plain.weights.items())
+
+
+@pytest.mark.parametrize("layout", and_slow([Layout(fsdp=2)], [Layout(dp=2, fsdp=2)]), ids=str)
+def test_selective_checkpoints_change_no_bit_on_ranks(layout: Layout) -> None:
+    run_ranks(layout.world_size, trains_as_without, layout, "selective")
 
 
 @pytest.mark.parametrize("layout", and_slow([Layout(fsdp=2)], [Layout(dp=2, fsdp=2)]), ids=str)
@@ -340,6 +355,39 @@ def test_checkpointed_layers_compute_again_in_backward_only() -> None:
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None
         torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize(
+    ("family", "again"),  # of a layer's products and attention: selective, full
+    [
+        pytest.param("llama", (3, 7), id="q, v and gate; down is never needed again"),
+        pytest.param("qwen2", (3, 7), id="with biases"),
+        pytest.param("phi3", (2, 4), id="of qkv, o, gate_up and down the first and third"),
+        pytest.param("qwen3_moe", (4, 8), id="grouped; the router's is as thick in so small one"),
+    ],
+)
+def test_selective_checkpoints_repeat_less_and_keep_less(
+    family: str, again: tuple[int, int]
+) -> None:
+    batch, products, kept, gradients = training_batch(9), [], [], []
+    for mode in (None, "selective", True):
+        model = tiny_model(family)
+        layers = decoder_layers(model)
+        if mode is not None:
+            fsdp.checkpoint_activations(layers, mode)
+        with LiveBytes() as live:
+            log_probs = response_log_probs(model, batch, 1.0)
+            kept.append(live.now)
+        with Products() as counted:
+            log_probs.sum().backward()
+        products.append(counted.count)
+        gradients.append([p.grad for p in model.parameters()])
+    none, selective, full = products
+    assert (selective - none, full - none) == tuple(2 * count for count in again)
+    assert kept[0] > 1.2 * kept[1] > 1.44 * kept[2]
+    for mine, alike, plain in zip(*gradients, strict=True):
+        assert torch.equal(mine, plain)
+        assert torch.equal(alike, plain)
 
 
 def test_a_wrong_layout_is_an_error_of_the_ranks() -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import copy
-import weakref
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from dispatched import LiveBytes
 from test_layout_search import GRPO_7B, QWEN_05B, gpus
 from tiny_engine import completions_batch, random_completions
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from engine.config import OptimConfig, ParallelConfig
@@ -28,12 +27,23 @@ from engine.models.forward import token_outputs
 from engine.models.vocabulary_head import chunked_statistics
 from engine.parallel import fsdp, gradients, process_groups
 from engine.parallel.layout import Layout, ModelShape
-from engine.planner import Cluster, PlacementPlan, explain, search, search_apart
+from engine.planner import (
+    Cluster,
+    FixedSettings,
+    PlacementPlan,
+    explain,
+    search,
+    search_apart,
+)
+from engine.planner.cost import price
 from engine.planner.layout_search import priced_samplers
 from engine.planner.memory import activations, estimate, logits, rank_elements, stage_elements
-from engine.planner.sizes import Candidate, Workload, sizes
+from engine.planner.resources import GIB, HOST_LINK
+from engine.planner.sizes import Candidate, Checkpointing, Workload, recomputed, sizes
 from engine.runtime.optimizer import Optimizer
 from engine.runtime.sharded_model import ShardedModel, sharded_optimizer
+
+aten = torch.ops.aten
 
 
 @pytest.fixture(scope="module")
@@ -103,41 +113,6 @@ def test_activations_are_about_what_backward_keeps(model: Qwen2ForCausalLM) -> N
     assert 0.8 < layers / real < 1.6
 
 
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations return, as long as they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: dict[int, int] = {}
-        self.references: list[weakref.ref[Any]] = []
-        self.now = self.peak = 0
-
-    def add(self, key: int, size: int) -> None:
-        self.now += size - self.sizes.get(key, 0)
-        self.sizes[key] = size
-        self.peak = max(self.peak, self.now)
-
-    def see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if (key := id(storage)) in self.sizes:
-            return
-
-        def gone(reference: object) -> None:
-            self.now -= self.sizes.pop(key)
-
-        self.references.append(weakref.ref(storage, gone))
-        self.add(key, storage.nbytes())
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # which calls it again with local tensors
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor):
-                self.see(tensor)
-        return out
-
-
 def fake_rank_peak(
     config: Qwen2Config, rows: int, monkeypatch: pytest.MonkeyPatch, **parallel: Any
 ) -> int:
@@ -148,7 +123,7 @@ def fake_rank_peak(
     monkeypatch.setattr(process_groups, "_set_timeout", lambda group: None)
     monkeypatch.setattr(training_ops, "library", lambda: None)  # whose loops take real tensors
     monkeypatch.setattr(gradients, "clip_grad_norm", lambda *args: 1.0)  # a fake has no number
-    peak, resize = PeakBytes(), torch.UntypedStorage.resize_
+    peak, resize = LiveBytes(), torch.UntypedStorage.resize_
 
     def resized(storage: Any, size: int) -> Any:  # FSDP frees and fills its buffers so
         if id(storage) in peak.sizes:
@@ -194,7 +169,13 @@ def fake_rank_peak(
     ("layers", "rows", "options"),
     [
         pytest.param(2, 4, {}, id="two layers"),
+        pytest.param(4, 4, {"activation_checkpointing": "selective"}, id="four, selective"),
         pytest.param(28, 4, {}, id="7B", marks=pytest.mark.slow),
+        pytest.param(
+            *(28, 4, {"activation_checkpointing": "selective"}),
+            id="7B recomputed selectively",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             28, 4, {"activation_checkpointing": True}, id="7B recomputed", marks=pytest.mark.slow
         ),
@@ -281,6 +262,99 @@ def test_what_each_setting_saves() -> None:
     shared = estimate(work, Candidate(Layout(tp=4), rollout_tp=4), gpu=True)
     assert shared.rollout == 0
     assert shared.cache < plain.cache * 4
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("mode", ["selective", True])
+def test_what_checkpoints_repeat_is_counted_as_they_do(mode: Checkpointing) -> None:
+    config = Qwen2Config(
+        vocab_size=90, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2,
+    )  # fmt: skip
+    products = []
+    for each in (False, mode):
+        model = Qwen2ForCausalLM(config)
+        if each:
+            fsdp.checkpoint_activations(list(model.model.layers), each)
+        with FlopCounterMode(display=False) as forward:
+            ids = torch.zeros(3, 16, dtype=torch.long)
+            states = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        with FlopCounterMode(display=False) as backward:
+            states.sum().backward()
+        products += [
+            sum(counted.get_flop_counts()["Global"].get(op, 0) for op in (aten.mm, aten.addmm))
+            for counted in (forward, backward)
+        ]
+    once, without, _, repeated = products
+    share = recomputed(ModelShape.of(config), mode)[1]
+    assert share == pytest.approx((repeated - without) / once)
+
+
+def test_what_stays_on_the_host_between_phases() -> None:
+    work = replace(GRPO_7B, memory_share=0.5, sleeps=True)
+    layout, card = Layout(fsdp=4), 80 * GIB
+    stays, moves = (
+        estimate(work, Candidate(layout, offload_params=moved), gpu=True, there=card)
+        for moved in (False, True)
+    )
+    one = stays.weights / 2  # the policy's; the reference is its copy
+    assert moves.weights == moves.away == one, "a model at a time is on the card"
+    assert moves.training == stays.training - one
+    assert moves.sampling == stays.sampling - 2 * one, "rollout has the card to itself"
+    assert moves.host == stays.host + 2 * one
+    cacheless = Candidate(layout, offload_params=True)
+    little = estimate(replace(GRPO_7B, decode_rows=1), cacheless, gpu=True)
+    assert little.sampling == little.weights + little.moments + little.rollout, "bringing weights"
+    beside = estimate(replace(work, moves_reference=True), Candidate(layout), gpu=True, there=card)
+    assert (beside.weights, beside.host) == (one, stays.host + one)
+    by_policy = [
+        estimate(work, Candidate(layout, offload_policy=True, offload_params=both), gpu=True)
+        for both in (False, True)
+    ]
+    assert by_policy[0] == by_policy[1], "layers are copied for each use already"
+    alone = estimate(work, Candidate(Layout(), offload_params=True), gpu=True)
+    assert alone == estimate(work, Candidate(Layout()), gpu=True), "it is FSDP's"
+
+
+@pytest.mark.parametrize("mode", ["selective", True])
+def test_offloaded_inputs_of_layers_are_the_machines(mode: Checkpointing) -> None:
+    candidate = Candidate(Layout(fsdp=4, sp=2), activation_checkpointing=mode)
+    offloaded = replace(candidate, activation_offload=True)
+    on_card, away = (estimate(GRPO_7B, each, gpu=True) for each in (candidate, offloaded))
+    inputs = 28 * 3584 * 2 * 16384 / 2  # layers, width, bytes, tokens of one of two ranks
+    assert on_card.training - away.training == inputs
+    assert away.host - on_card.host == inputs
+    plain = replace(offloaded, activation_checkpointing=False)
+    assert mode == "selective" or estimate(GRPO_7B, plain, gpu=True) == away
+
+
+def test_each_copy_to_the_host_takes_time() -> None:
+    [allocation] = [part for part in gpus(8, 80).allocations() if part.ranks == 8]
+    layout = Layout(fsdp=8)
+
+    def traffic(work: Workload = GRPO_7B, **options: Any) -> float:
+        return price(work, Candidate(layout, **options), allocation).traffic
+
+    weights = rank_elements(GRPO_7B.shape, layout) * GRPO_7B.weight_bytes / HOST_LINK
+    recomputed = traffic(activation_checkpointing=True)  # hides more of FSDP's
+    # Log-probs, update, new weights for rollout; with a critic its values and update too.
+    assert traffic(offload_params=True) - traffic() == pytest.approx(2 * 3 * weights)
+    critic = replace(GRPO_7B, critic="as actor")
+    moved = traffic(critic, offload_params=True) - traffic(critic)
+    assert moved == pytest.approx(2 * 5 * weights)
+    kept = traffic(replace(GRPO_7B, moves_reference=True)) - traffic()
+    assert kept == pytest.approx(2 * weights)
+    inputs = 28 * 3584 * 2 * (1024 * 1024 / 8) / HOST_LINK  # of a rank's rows
+    assert traffic(activation_offload=True) - recomputed == pytest.approx(2 * inputs)
+
+
+def test_a_plan_names_what_is_offloaded() -> None:
+    options = Candidate(Layout(fsdp=8), offload_params=True, activation_offload=True)
+    fixed = FixedSettings({"fsdp": 8}, options=options)
+    said = explain(search(GRPO_7B, gpus(8, 80), fixed))
+    names = "offload weights between phases, offload layers' inputs, recompute"
+    assert re.search(f"chosen  fsdp=8, rollout tp ., [0-9]+ tokens a micro-batch, {names}: 8", said)
+    assert f"as set: fsdp=8, {names}" in said
 
 
 AHEAD = replace(GRPO_7B, runs_ahead=True, samplers=1, sampler_bytes=2.0)

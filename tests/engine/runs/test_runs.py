@@ -26,7 +26,7 @@ from engine.runs.__main__ import main
 from engine.runs.comparison import PairedGain, compare
 from engine.runs.sources import RecordedRun, list_runs, read_run
 from engine.samples.sample_files import SampleFolder, SampleName
-from engine.storage.artifacts import Draft, publish, read_manifest, staging
+from engine.storage.artifacts import Draft, local_path, publish, read_manifest, staging
 from engine.tracking import Tracker
 
 ROOT = Path(__file__).parents[3]
@@ -285,7 +285,8 @@ def evaluated(number: int, right: str, **changed: Any) -> Path:
         with staging(kind) as draft:
             write(draft)
             above = tuple(read_manifest(p).as_parent(name, p) for name, p in parents.items())
-            return publish(draft, Draft(kind=kind, parents=above, config=config))
+            measured = {"final/last_step": 2.0, "reward/mean": 0.1 * number} if kind == "rl" else {}
+            return publish(draft, Draft(kind=kind, parents=above, config=config, metrics=measured))
 
     steps = pd.DataFrame(
         {"step": [1, 2], "reward/mean": [0.1, 0.1 * number], "model": [False, True]}
@@ -353,15 +354,20 @@ def test_a_workflow_is_read_by_its_summary(
 ) -> None:
     for name, evaluation, gain in (("w1", artifacts[0], 0.1), ("w2", artifacts[1], 0.2)):
         (tmp_path / "runs" / name).mkdir(parents=True)
-        summary = {"run_id": name, "gain": gain, "artifacts": {"evaluation": str(evaluation)}}
+        (policy,) = (p.uri for p in read_manifest(evaluation).parents if p.name == "policy")
+        made = {"evaluation": str(evaluation), "rl": str(local_path(policy))}
+        summary = {"run_id": name, "gain": gain, "artifacts": made}
         summary["mlflow"] = {"run_id": name * 16}
         (tmp_path / "runs" / name / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     (tmp_path / "runs" / "w3").mkdir()
     (tmp_path / "runs" / "w3" / "summary.json").write_text('{"skipped": "no new data"}')
     assert main(["w1", "w2"]) == 0
     assert "w2 over w1: 25.0% → 50.0%" in capsys.readouterr().out
-    listed = {row["run"]: (row["state"], row["gain"]) for row in list_runs()}
-    assert listed == {"w1": ("finished", 0.1), "w2": ("finished", 0.2), "w3": ("finished", None)}
+    listed = {row["run"]: [row[k] for k in ("state", "gain", "steps")] for row in list_runs()}
+    assert listed == {
+        "w1": ["finished", 0.1, 2], "w2": ["finished", 0.2, 2], "w3": ["skipped", None, None]
+    }  # fmt: skip
+    assert [row["reward"] for row in list_runs() if row["run"] == "w2"] == [0.2]
     with pytest.raises(DataError, match=r"was skipped \(no new data\)"):
         read_run("w3")
 

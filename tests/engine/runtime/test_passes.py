@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from dispatched import Products
 from gloo_ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,12 +28,13 @@ from tiny_engine import (
 from torch import Tensor
 
 from engine.batch import Batch
-from engine.config import ActorConfig, CriticConfig, ParallelConfig
+from engine.config import ActorConfig, CriticConfig, LoRAConfig, ParallelConfig
 from engine.errors import ConfigError
 from engine.kernels import attention
 from engine.kernels.training_ops import recurring_size
-from engine.models import packed_attention
+from engine.models import forward, packed_attention, vocabulary_head
 from engine.models.forward import LogProbReader
+from engine.models.lora import add_adapters
 from engine.models.packing import packing_of
 from engine.parallel.layout import Layout
 from engine.parallel.process_groups import Ranks
@@ -72,6 +75,35 @@ def test_trimmed_log_probs_equal_untrimmed_ones() -> None:
             width = part.shape[1]
             torch.testing.assert_close(part, whole[index, :width], atol=1e-5, rtol=0)
             assert whole[index, width:].eq(0).all()
+
+
+def packed_gradients(checkpoints: bool | str, rank: int) -> tuple[int, dict[str, Tensor]]:
+    """Of a pass over packed rows whose head runs in chunks, and how often it multiplied."""
+    model = tiny_model("qwen2")
+    if rank:
+        add_adapters(model, LoRAConfig(rank=rank), seed=0)
+    options = {"activation_checkpointing": checkpoints, "packing": True}
+    sharded = ShardedModel(model, Ranks(Layout()), ParallelConfig.model_validate(options))
+    micro = shared_prompts_batch()
+    with Products() as products, sharded.forward(micro, LogProbReader(0.9, entropy=True)) as out:
+        (out["log_probs"] * micro["advantages"]).sum().backward()
+    named = sharded.module.named_parameters()
+    return products.count, {name: p.grad for name, p in named if p.grad is not None}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("rank", [0, 3])
+def test_selective_checkpoints_of_packed_rows(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The norms' gradients of fused layers differ by how their tensors lie in memory."""
+    in_chunks = partial(vocabulary_head.chunked_statistics, chunk_tokens=7)
+    monkeypatch.setattr(forward, "chunked_statistics", in_chunks)
+    none, plain = packed_gradients(False, rank)
+    selective, got = packed_gradients("selective", rank)
+    full, _ = packed_gradients(True, rank)
+    assert none < selective < full
+    for name, wanted in plain.items():
+        tolerance = 1e-6 if "norm" in name else 0.0
+        torch.testing.assert_close(got[name], wanted, rtol=0, atol=tolerance)
 
 
 @pytest.mark.usefixtures("one_thread")

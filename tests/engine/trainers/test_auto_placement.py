@@ -308,9 +308,18 @@ def gpu_run(
     [
         (140, {}, 16384, None, "16384 tokens a micro-batch, activations kept"),
         (79.6, {}, 8192, None, "; 16384 tokens a micro-batch, activations kept, rollout with 0.5"),
-        (36, {}, 8192, True, "activations computed again, rollout with 0.3 of the GPU: "),
-        (36, {"max_tokens_per_micro_batch": 2048}, 2048, True, "activations computed again"),
-        (79.6, {"parallel": {"activation_checkpointing": True}}, 16384, True, "again"),
+        (38, {}, 2048, "selective", "recompute selectively, rollout with 0.25 of the GPU: "),
+        (36, {}, 8192, True, "recompute, rollout with 0.2 of the GPU: "),
+        (36, {"max_tokens_per_micro_batch": 2048}, 2048, True, "recompute, "),
+        (79.6, {"parallel": {"activation_checkpointing": True}}, 16384, True, "recompute, "),
+        (44, {"parallel": {"activation_checkpointing": "selective"}}, 8192, "selective", "ively"),
+        (
+            79.6,
+            {"parallel": {"activation_offload": True}},
+            16384,
+            None,
+            "offload layers' inputs, re",
+        ),
         (36, {"parallel": {"activation_checkpointing": False}}, 1024, False, "and may fail"),
     ],
 )
@@ -318,7 +327,7 @@ def test_a_gpu_s_memory_decides_what_is_computed_again(
     memory: float,
     actor: dict[str, Any],
     tokens: int,
-    recompute: bool | None,
+    recompute: bool | str | None,
     said: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -326,7 +335,7 @@ def test_a_gpu_s_memory_decides_what_is_computed_again(
 ) -> None:
     found = gpu_run(tmp_path, memory, monkeypatch, actor=actor)
     assert found.actor.max_tokens_per_micro_batch == tokens
-    assert found.actor.parallel.activation_checkpointing is recompute
+    assert found.actor.parallel.activation_checkpointing == recompute
     line = capsys.readouterr().out
     assert said in line
     assert f"of {memory:.1f} GiB a GPU by the planner's estimate" in line
@@ -338,9 +347,10 @@ def test_a_critic_of_its_own_layout_computes_again_too(
     critic = {"parallel": {"packing": False}}
     options = {"algorithm": {"adv_estimator": "gae"}, "critic": critic, "rollout": {"n": 1}}
     found = gpu_run(tmp_path, 58, monkeypatch, **options)
-    assert found.actor.parallel.activation_checkpointing
+    mode = found.actor.parallel.activation_checkpointing
+    assert mode
     assert found.critic.parallel is not None
-    assert found.critic.parallel.activation_checkpointing
+    assert found.critic.parallel.activation_checkpointing == mode
 
 
 def test_a_laptop_runs_as_without_auto(

@@ -64,7 +64,7 @@ def check(family: str, values: dict[str, Any]) -> None:
                 "actor": {"router_replay": {"mode": "R3"}},
                 "rollout": {"enable_rollout_routing_replay": True, "parts": 2},
             },
-            "rollout.parts=2 and trainer.mode=sync: native records",
+            "rollout.engine=native, rollout.parts=2 and trainer.mode=sync: it records",
         ),
         (
             {"rollout": {"enable_rollout_routing_replay": True}},
@@ -81,6 +81,9 @@ def test_what_they_go_with_is_not_and_a_dense_model_has_no_routers() -> None:
     check("mixtral", {"actor": {"parallel": {"fsdp": 2}, "router_aux_loss_coef": 0.1}})
     vllm = {"engine": "vllm", "tensor_parallel_size": 2}
     check("qwen3_moe", {"actor": {"parallel": {"fsdp": 2}}, "rollout": vllm})
+    replay = {"actor": {"router_replay": {"mode": "R3"}}}
+    recorded = {"rollout": {"engine": "vllm", "parts": 2, "enable_rollout_routing_replay": True}}
+    check("qwen3_moe", replay | recorded)
     with pytest.raises(ConfigError, match=r"coef=0\.1 with a model of type 'qwen2'"):
         check("qwen2", {"actor": {"router_aux_loss_coef": 0.1}})
 

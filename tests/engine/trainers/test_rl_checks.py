@@ -186,6 +186,7 @@ SERVER: dict[str, Any] = {"engine": "server", "server": {"url": "http://127.0.0.
             "rollout_is_threshold=3.0 has no effect without rollout_is;",
         ),
         ({"rollout": {"vllm": {"sleep": 1}}}, "rollout.vllm.sleep=1 .*rollout.engine=native"),
+        ({"trainer": {"weight_transfer": "gloo"}}, "weight_transfer=gloo .*trainer.mode=sync"),
         ({"rollout": SERVER | {"vllm": {"sleep": 1}}}, "rollout.vllm.sleep=1 .*engine=server"),
         (
             {

@@ -29,6 +29,7 @@ from engine.trainers.run_plan import check_config
 from engine.trainers.run_spec import (
     RolloutSource,
     RunSpec,
+    broadcast_backend,
     call_layout,
     default_pools,
     effective_config,
@@ -67,6 +68,53 @@ def test_policy_roles_share_a_process_and_the_reward_sits_apart() -> None:
     assert placement.pools == (Pool(policy, cpus=2.0), Pool(("reward",), cpus=0.0))
     without = placement_of(run_spec(config(trainer={"threads": 2}), ALL - {"critic"}))
     assert without.pools[0].roles == ("actor", "rollout", "reference")
+
+
+VLLM = {"engine": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "rollout", "trainer", "rank", "expected"),
+    [
+        ("auto", (1, 2), VLLM, {}, 0, "nccl"),
+        ("auto", (0, 0), VLLM, {}, 0, None),
+        ("auto", (0.5, 0.5), VLLM, {}, 0, None),
+        ("auto", (1, 1), {}, {}, 0, None),
+        ("auto", (1, 1), VLLM, {"delta_sync": True}, 0, None),
+        ("auto", (1, 1), VLLM, {"mode": "one_step_off"}, 0, None),
+        ("auto", (1, 1), VLLM | {"vllm": {"quantization": "fp8"}}, {}, 0, None),
+        ("auto", (1, 1), VLLM, {}, 8, None),
+        ("store", (1, 1), VLLM, {}, 0, None),
+        ("gloo", (0, 0), VLLM, {}, 0, "gloo"),
+        ("nccl", (1, 1), VLLM, {}, 0, "nccl"),
+        ("nccl", (0, 1), VLLM, {}, 0, "nccl can't go with pools without whole GPUs"),
+        ("gloo", (0, 0), {}, {}, 0, "gloo can't go with rollout.engine=native"),
+        ("gloo", (0, 0), VLLM, {"delta_sync": True}, 0, "can't go with trainer.delta_sync"),
+        ("gloo", (0, 0), VLLM, {"placement": "local"}, 0, "with trainer.placement=local"),
+        ("gloo", (0, 0), VLLM, {}, 8, "can't go with model.lora.rank=8"),
+    ],
+)
+def test_what_broadcasts_weights(
+    asked: str,
+    gpus: tuple[float, float],
+    rollout: dict[str, Any],
+    trainer: dict[str, Any],
+    rank: int,
+    expected: str | None,
+) -> None:
+    pools = [
+        {"roles": ["actor"], "gpus": gpus[0]},
+        {"roles": ["reward"], "cpus": 0},
+        {"roles": ["sampler"], "gpus": gpus[1]},
+    ]
+    trainer = {"mode": "async", "pools": pools, "weight_transfer": asked} | trainer
+    settings = config(rollout=rollout, trainer=trainer)
+    spec = replace(run_spec(settings, frozenset({"actor", "reward"})), lora=LoRAConfig(rank=rank))
+    if expected is None or " " not in expected:
+        assert broadcast_backend(spec) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            broadcast_backend(spec)
 
 
 def test_pools_by_configuration() -> None:

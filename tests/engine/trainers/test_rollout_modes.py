@@ -265,6 +265,7 @@ AGREES = {"float32": 2e-6, "bfloat16": 1e-2}
         ("one_step_off", True, "float32"),
         ("async", False, "float32"),
         ("async", True, "float32"),
+        ("async by gloo", True, "float32"),
     ],
 )
 def test_vllm_decodes_ahead_of_the_trainer(
@@ -273,7 +274,9 @@ def test_vllm_decodes_ahead_of_the_trainer(
     rollout = {"engine": "vllm", "kv_cache_memory_mb": 64, "max_num_seqs": 8}
     if own:
         rollout |= {"vllm": {"in_process": False}, "tensor_parallel_size": 2}
-    history = run_samplers(wide_folder, mode, dtype=dtype, rollout=rollout)
+    mode, _, transfer = mode.partition(" by ")
+    trainer = {"weight_transfer": transfer} if transfer else {}
+    history = run_samplers(wide_folder, mode, dtype=dtype, rollout=rollout, trainer=trainer)
     assert len(history) == 4
     assert max(row["staleness/max"] for row in history) <= 1
     assert all(math.isfinite(row["actor/grad_norm"]) for row in history)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,24 @@ def test_groups_that_were_whole_come_out_as_they_are(uninterrupted: dict[int, Ba
     assert subject.busy == 2
     found = finish(subject, {})
     assert_same(found, {key: uninterrupted[key] for key in (0, 1)})
+
+
+def test_experts_of_finished_completions_are_kept(uninterrupted: dict[int, Batch]) -> None:
+    read = uninterrupted[0]["attention_mask"].bool()
+    read &= read.flip(1).cumsum(1).flip(1) > 1  # but for the last token
+    experts = torch.randint(1, 9, (*read.shape, 4), dtype=torch.int16) * read[..., None]
+    group = uninterrupted[0] | {"routed_experts": experts}
+    partial = PartialGroup.from_tree(PartialGroup.from_finished(group).tree())
+    subject = stream()
+    subject.submit(with_partial_groups(prompts([0]), [partial]))
+    assert torch.equal(finish(subject, {})[0]["routed_experts"], experts)
+
+    without = (replace(partial.completions[0], routed_experts=None), *partial.completions[1:])
+    subject.submit(
+        with_partial_groups(prompts([0]), [PartialGroup(without, partial.finish_reasons)])
+    )
+    with pytest.raises(RolloutError, match="1 of 3 completions were saved without the experts"):
+        subject.step()
 
 
 def test_begun_and_new_prompts_come_together(uninterrupted: dict[int, Batch]) -> None:

@@ -1,7 +1,5 @@
 """`python -m engine.trainer.fsdp_sft_trainer`: `engine.main_sft` under verl's name."""
 
-from __future__ import annotations
-
 import sys
 
 from engine.cli.commands.main_sft import main

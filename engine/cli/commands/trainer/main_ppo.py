@@ -1,7 +1,5 @@
 """`python -m engine.trainer.main_ppo`: `engine.main_ppo` with verl's defaults."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

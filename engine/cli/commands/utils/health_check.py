@@ -1,7 +1,5 @@
 """`health_check.run()`: whether this machine can do the work, as `python -m engine.health` says."""
 
-from __future__ import annotations
-
 from engine.cli.health_checks import Expectation, HealthFinding, check
 
 
