@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dispatched import LiveBytes
+from gloo_ranks import run_ranks
 from test_layout_search import GRPO_7B, QWEN_05B, gpus
 from tiny_engine import completions_batch, random_completions
 from torch import Tensor
@@ -113,13 +114,13 @@ def test_activations_are_about_what_backward_keeps(model: Qwen2ForCausalLM) -> N
     assert 0.8 < layers / real < 1.6
 
 
-def fake_rank_peak(
-    config: Qwen2Config, rows: int, monkeypatch: pytest.MonkeyPatch, **parallel: Any
-) -> int:
+def fake_rank_peak(config: Qwen2Config, rows: int, parallel: dict[str, Any]) -> int:
     """The peak of updates on rank 0 of fsdp=8, of `rows` of 4,096 tokens a micro-batch, in bytes.
 
-    Tensors are fake and the group moves nothing: sizes are real, and nothing is computed.
+    Tensors are fake and the group moves nothing: sizes are real, and nothing is computed. In a
+    process of its own, as an engine of another test may hold the process group.
     """
+    monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(process_groups, "_set_timeout", lambda group: None)
     monkeypatch.setattr(training_ops, "library", lambda: None)  # whose loops take real tensors
     monkeypatch.setattr(gradients, "clip_grad_norm", lambda *args: 1.0)  # a fake has no number
@@ -131,40 +132,35 @@ def fake_rank_peak(
         return resize(storage, size)
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resized)
-    if dist.is_initialized():  # by another test of this process
-        dist.destroy_process_group()
+    dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
-        ranks = process_groups.Ranks.form(Layout(fsdp=8), "cpu")
-        with torch.device("meta"):
-            model = Qwen2ForCausalLM(config).to(torch.bfloat16)
-        settings = ParallelConfig(fsdp=8, packing=False, **parallel)
-        sharded = ShardedModel(model, ranks, settings, device=torch.device("cpu"))
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            sharded.module.to_empty(device="cpu")
-            with peak:
-                for parameter in model.parameters():
-                    peak.see(parameter.data.to_local())
-                optimizer = sharded_optimizer(sharded, OptimConfig(), 10)
-                optimizer.zero_gradients()
-                optimizer.step()  # makes the moments
-                ids = torch.zeros(rows, 4096, dtype=torch.long)
+    ranks = process_groups.Ranks.form(Layout(fsdp=8), "cpu")
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config).to(torch.bfloat16)
+    settings = ParallelConfig(fsdp=8, packing=False, **parallel)
+    sharded = ShardedModel(model, ranks, settings, device=torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        sharded.module.to_empty(device="cpu")
+        with peak:
+            for parameter in model.parameters():
+                peak.see(parameter.data.to_local())
+            optimizer = sharded_optimizer(sharded, OptimConfig(), 10)
+            optimizer.zero_gradients()
+            optimizer.step()  # makes the moments
+            ids = torch.zeros(rows, 4096, dtype=torch.long)
 
-                def run() -> Tensor:
-                    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-                    options = {"entropy": True, "chunk_tokens": (1 << 26) // config.vocab_size}
-                    read = (model.lm_head, hidden.flatten(0, 1), ids.flatten(), 1.0)
-                    return chunked_statistics(*read, **options)["log_probs"]
+            def run() -> Tensor:
+                hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+                options = {"entropy": True, "chunk_tokens": (1 << 26) // config.vocab_size}
+                read = (model.lm_head, hidden.flatten(0, 1), ids.flatten(), 1.0)
+                return chunked_statistics(*read, **options)["log_probs"]
 
-                for _ in range(2):  # the second adds to gradients that are there
-                    fsdp.run_forward(sharded.module, run).sum().backward()
-                optimizer.step()
-    finally:
-        dist.destroy_process_group()
+            for _ in range(2):  # the second adds to gradients that are there
+                fsdp.run_forward(sharded.module, run).sum().backward()
+            optimizer.step()
     return peak.peak
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("layers", "rows", "options"),
     [
@@ -181,9 +177,7 @@ def fake_rank_peak(
         ),
     ],
 )
-def test_the_peak_of_a_rank_of_fsdp_8(
-    layers: int, rows: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_of_a_rank_of_fsdp_8(layers: int, rows: int, options: dict[str, Any]) -> None:
     """An estimate of Qwen2.5-7B's shape that is wrong by 15 % either way fails."""
     config = Qwen2Config(
         vocab_size=152064,
@@ -194,7 +188,7 @@ def test_the_peak_of_a_rank_of_fsdp_8(
         intermediate_size=18944,
         tie_word_embeddings=False,
     )
-    real = fake_rank_peak(config, rows, monkeypatch, **options)
+    real = run_ranks(1, fake_rank_peak, config, rows, options, timeout_s=600)[0]
     work = Workload(
         ModelShape.of(config), 8 * rows, 1, 4095, 1, 2.0, compute_bytes=2.0, runs_ahead=True
     )
