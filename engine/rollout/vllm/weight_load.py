@@ -212,6 +212,9 @@ def load_adapter(worker: Any, tensors: dict[str, Tensor], config: dict[str, obje
     inner.remove_adapter(ADAPTER_ID)
     inner.add_adapter(lora)
     inner.activate_adapter(ADAPTER_ID)
+    for module in inner.model.modules():  # ranks' order of the vocabulary, which sleep throws away
+        if hasattr(module, "reset_sharded_to_full_mapping"):
+            module.reset_sharded_to_full_mapping()
 
 
 def plan_sharing(model: nn.Module, target: nn.Module) -> dict[str, Tensor] | None:

@@ -223,6 +223,21 @@ def test_the_trainer_goes_on_with_a_base_that_was_shared() -> None:
 
 
 @needs_vllm
+def test_the_order_of_the_vocabulary_comes_back_after_sleep() -> None:
+    """Ranks that decode together have it on the device, where sleep of level 2 throws it away."""
+    model = adapted("llama")
+    engine = VllmEngine(model, lora="adapter", **OPTIONS)
+    modules = engine._weights.target.modules()  # type: ignore[attr-defined]
+    [layer] = [m for m in modules if hasattr(m, "reset_sharded_to_full_mapping")]
+    layer.sharded_to_full_mapping = list(range(VOCABULARY))
+    layer.sharded_to_full_mapping_gpu = torch.zeros(VOCABULARY, dtype=torch.long)
+    assert error(engine, model) > 1e-2
+    engine.update_weights(model, 1)
+    assert error(engine, model) < 1e-4
+    engine.close()
+
+
+@needs_vllm
 def test_vllms_own_lora_takes_no_stream_and_no_plain_model(
     adapter_engine: tuple[VllmEngine, Any],
 ) -> None:

@@ -308,8 +308,8 @@ def gpu_run(
     [
         (140, {}, 16384, None, "16384 tokens a micro-batch, activations kept"),
         (79.6, {}, 8192, None, "; 16384 tokens a micro-batch, activations kept, rollout with 0.5"),
-        (38, {}, 2048, "selective", "recompute selectively, rollout with 0.25 of the GPU: "),
-        (36, {}, 8192, True, "recompute, rollout with 0.2 of the GPU: "),
+        (38, {}, 2048, "selective", "recompute selectively, rollout with 0.35 of the GPU: "),
+        (36, {}, 8192, True, "recompute, rollout with 0.3 of the GPU: "),
         (36, {"max_tokens_per_micro_batch": 2048}, 2048, True, "recompute, "),
         (79.6, {"parallel": {"activation_checkpointing": True}}, 16384, True, "recompute, "),
         (44, {"parallel": {"activation_checkpointing": "selective"}}, 8192, "selective", "ively"),
