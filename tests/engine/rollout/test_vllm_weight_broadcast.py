@@ -175,8 +175,8 @@ def test_a_process_that_dies_between_two_chunks_ends_the_round(group: Group) -> 
     command = [sys.executable, "-c", KILLED, str(group.store.port)]
     assert subprocess.run(command, check=False, timeout=60).returncode == 9
     started = time.monotonic()
-    for call in (sent, *calls):
-        assert isinstance(call.exception(timeout=30), WeightSyncError)
+    ended: list[Future[Any]] = [sent, *calls]
+    assert all(isinstance(call.exception(timeout=30), WeightSyncError) for call in ended)
     assert time.monotonic() - started < 15.0
     round = replace(group.round(2, 2), names=NAMES[:2])
     calls = [group.receive(round, rank) for rank in (1, 2)]
