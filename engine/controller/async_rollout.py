@@ -186,6 +186,12 @@ class WeightBroadcasts(WeightPublisher):
         if self.rounds.pop(worker, None) is not None and not self.sent:
             end_round(PrefixStore(f"round{self._last.number}", self._store), cause)
 
+    def end(self, cause: str) -> None:
+        """End the round, and the group: later workers are other processes."""
+        for worker in list(self.rounds):
+            self.lost(worker, cause)
+        self._members, self._sending = {}, None
+
 
 @dataclass(slots=True)
 class RolloutProcess:
@@ -409,8 +415,7 @@ class AsyncRollout:
                 return
             self._closing = True
             if self._weights.broadcasts is not None:
-                for name in self.fleet.workers:
-                    self._weights.broadcasts.lost(name, "the rollout has ended")
+                self._weights.broadcasts.end("the rollout has ended")
         self._thread.join(timeout=30)
         self._processes.close(timeout_s=30)
 

@@ -133,18 +133,8 @@ class PolicyRuntime:
         self, member: Member, broadcast: BroadcastRound, dtype: torch.dtype | None
     ) -> None:
         """Send the weights, floating point as `dtype`, from rank 0 as all ranks gather them."""
-        kind = self.module.config.model_type
-
-        def send(named: Iterator[tuple[str, Tensor]]) -> None:
-            member.send(broadcast, self.version, file_tensors(kind, named), dtype)
-
-        self.write_full(send)
-
-    def load_received(self, version: int) -> None:
-        """Let the engine serve the broadcast that it has received, as `version`."""
-        engine: Any = self.engine
-        engine.load_received(version)
-        self.version = version
+        version, kind = self.version, self.module.config.model_type
+        self.write_full(lambda all: member.send(broadcast, version, file_tensors(kind, all), dtype))
 
     def load_weights(self, packed: Batch) -> int:
         """Write packed weights into the policy in place; return their version.

@@ -434,7 +434,9 @@ class StreamRolloutWorker(RolloutWorker):
     @dispatch(Dispatch.RANK_ZERO)
     def load_received(self, version: int) -> int:
         """Load what was received; unfinished completions continue under it, as policy `version`."""
-        self.policy.load_received(version)
+        engine: Any = self.policy.engine
+        engine.load_received(version)
+        self.policy.version = version
         return version
 
     @dispatch(Dispatch.RANK_ZERO)

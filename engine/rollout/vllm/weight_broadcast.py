@@ -10,9 +10,10 @@ gloo communicator, until a round fails or has other members.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple
 from datetime import timedelta
 from functools import partial
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.distributed import BroadcastOptions, ProcessGroupGloo
 
 from engine.errors import WeightSyncError
+from engine.rollout.vllm.engine_launch import unchanged
 from engine.rollout.vllm.engine_weights import BucketEntry, chunks, nothing
 from engine.weight_transfer import BroadcastRound, end_round
 from engine.worker_process import on_daemon_thread
@@ -60,9 +62,10 @@ def _gloo(channel: Channel) -> Communicator:
 
 def _nccl(channel: Channel) -> Communicator:
     """Form vLLM's own, which has no watchdog that would end the trainer with a sampler."""
-    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-    from vllm.distributed.utils import StatelessProcessGroup
-    from vllm.utils.nccl import unpinned_nccl_env
+    with unchanged() if "vllm" not in sys.modules else nullcontext():  # in the trainer's process
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.utils.nccl import unpinned_nccl_env
 
     round = channel.round
     with unpinned_nccl_env():

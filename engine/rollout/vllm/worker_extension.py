@@ -26,7 +26,7 @@ from engine.rollout.vllm.engine_weights import BucketEntry, SharedBuffer
 from engine.rollout.vllm.options import WEIGHT_TRANSFER
 from engine.rollout.vllm.vllm_types import ModelRunner
 from engine.rollout.vllm.weight_broadcast import Member
-from engine.rollout.vllm.weight_load import StagedWeights, WeightLoad, begin_load
+from engine.rollout.vllm.weight_load import Named, StagedWeights, WeightLoad, begin_load
 from engine.weight_transfer import BroadcastRound
 from engine.worker_process import on_daemon_thread
 
@@ -75,12 +75,17 @@ class BroadcastEngine(WeightTransferEngine[BroadcastRound, BroadcastRound]):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             stream = torch.cuda.Stream()
+        loads: list[WeightLoad] = []
+
+        def load(named: Named) -> None:
+            if not loads:  # here, so that a host without room is the round's cause
+                self._staged = self._staged or StagedWeights(self.model)
+                loads.append(WeightLoad(self._staged.module, self.vllm_config))
+            loads[0].load(named)
+
         with torch.cuda.stream(stream):
-            self._staged = self._staged or StagedWeights(self.model)
-            loading = WeightLoad(self._staged.module, self.vllm_config)
-            rank = update_info.rank + self.parallel_config.rank
-            self._member.receive(update_info, rank, loading.load)
-            loading.finish(complete=True)
+            self._member.receive(update_info, update_info.rank + self.parallel_config.rank, load)
+        loads[0].finish(complete=True)
 
     def drain_pending(self) -> None:
         """Wait for the round that `update_weights` began; raise what it raised."""

@@ -357,6 +357,9 @@ def test_members_keep_their_group_until_others_come_or_a_round_fails() -> None:
         )
     assert [round.group for round in actor.rounds] == [1, 1, 3, 4, 4, 6]
     assert [round.version for round in actor.rounds] == list(range(6))
+    casts.end("the rollout has ended")
+    casts.begin({"a": 0}, 6)
+    assert actor.rounds[-1].group == 7, "other processes, by the same names"
 
 
 @pytest.mark.parametrize("fails", [2, 3])

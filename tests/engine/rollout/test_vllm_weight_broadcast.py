@@ -154,7 +154,7 @@ def test_the_controllers_cause_ends_a_round_in_which_one_hangs(group: Group) -> 
     started = time.monotonic()
     end_round(PrefixStore("round1", group.store), "sampler1: its process died")
     assert set(causes(sent, *calls)) == {"sampler1: its process died"}
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 15.0, "long before the deadline, also on a busy machine"
     causes(hanging)
 
 
@@ -175,9 +175,9 @@ def test_a_process_that_dies_between_two_chunks_ends_the_round(group: Group) -> 
     command = [sys.executable, "-c", KILLED, str(group.store.port)]
     assert subprocess.run(command, check=False, timeout=60).returncode == 9
     started = time.monotonic()
-    for call in (sent, *calls):
-        assert isinstance(call.exception(timeout=30), WeightSyncError)
-    assert time.monotonic() - started < 5.0
+    ended: list[Future[Any]] = [sent, *calls]
+    assert all(isinstance(call.exception(timeout=30), WeightSyncError) for call in ended)
+    assert time.monotonic() - started < 15.0
     round = replace(group.round(2, 2), names=NAMES[:2])
     calls = [group.receive(round, rank) for rank in (1, 2)]
     group.send(round).result(timeout=20)

@@ -59,14 +59,14 @@ class Run:
 
     def __init__(self, patch: pytest.MonkeyPatch, notes: Path, faults: dict[str, str]) -> None:
         self.notes, self.published = notes, dict[int, str]()
-        extra = {"notes": str(notes), "faults": faults}
+        extra: dict[str, Any] = {"notes": str(notes), "faults": faults}
         real_spec, real_publish = run_spec.rollout_worker_spec, WeightBroadcasts.publish
         real_placement = run_spec.rollout_worker_placement
 
         def spec(name: str, build: Any) -> RoleSpec:
             found = real_spec(name, build)
             worker = sync_probe.ReceivingStream
-            return replace(found, worker_class=worker, options=found.options | extra)
+            return replace(found, worker_class=worker, options=dict(found.options) | extra)
 
         def publish(publisher: WeightBroadcasts, version: int) -> PublishedWeights:
             if version not in self.published:
