@@ -541,7 +541,8 @@ def serve(family: str, parallel: dict[str, int], tp: int, reverse: bool = False)
             result["errors"].append(errors(whole, done))
             assert {c.policy_version for c in done} == {version}
         result["tokens"] = [c.token_ids for c in done]
-        result["planned"] = int(resharding.received[rank])
+        traffic = resharding.traffic.items()  # elements [from, to]
+        result["planned"] = sum(d.itemsize * int(count[:, rank].sum()) for d, count in traffic)
         assert pointers == [tensor.data_ptr() for tensor in engine.parameters().values()]
     finally:
         engine.close()

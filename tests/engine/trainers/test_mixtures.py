@@ -67,6 +67,16 @@ def check(family: str, values: dict[str, Any]) -> None:
             "rollout.engine=native, rollout.parts=2 and trainer.mode=sync: it records",
         ),
         (
+            {
+                "actor": {"router_replay": {"mode": "R3"}},
+                "rollout": {
+                    "enable_rollout_routing_replay": True,
+                    "engine": "failing_engines:Refusing",
+                },
+            },
+            "rollout.engine=failing_engines:Refusing, which doesn't record experts; set it to nat",
+        ),
+        (
             {"rollout": {"enable_rollout_routing_replay": True}},
             "which is disabled; set both or neither",
         ),
