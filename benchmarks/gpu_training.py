@@ -223,8 +223,11 @@ def sharded(args: argparse.Namespace) -> Iterator[Figure]:
     shape = size_of(size)
     layout = Layout(fsdp=8)
     ranks = process_groups.Ranks.form(layout, args.device)
-    for checkpointing in (True, False):  # the second takes more than some devices have
-        config = ParallelConfig(fsdp=8, activation_checkpointing=checkpointing, packing=True)
+    # The last one takes more than some devices have.
+    modes = {True: ", checkpointing", "selective": ", selective checkpointing", False: ""}
+    for mode, suffix in modes.items():
+        parallel = {"fsdp": 8, "activation_checkpointing": mode, "packing": True}
+        config = ParallelConfig.model_validate(parallel)
         model = build_model(size, "bfloat16", args.device, std=0.02)
         trainer = Trained(model, args.micro_tokens, ranks, config)
         trainer.sharded._packing_checked = True  # what is gathered is not weights
@@ -234,8 +237,8 @@ def sharded(args: argparse.Namespace) -> Iterator[Figure]:
         rows = Rows.short(8 if args.tiny else 16, 8, args)
         batch = rows.batch(shape.vocabulary)
         seconds, peak = timed(lambda trainer=trainer, b=batch: trainer.update(b, clip=False))
-        name = f"{size} as rank 0 of fsdp 8" + (", checkpointing" if checkpointing else "")
-        yield from mfu(name, rows, shape, seconds, again=checkpointing)
+        name = f"{size} as rank 0 of fsdp 8{suffix}"
+        yield from mfu(name, rows, shape, seconds, again=mode is True)
         yield Figure(f"{name}, peak memory", peak, "GiB")
         del trainer
         gc.collect()
@@ -411,7 +414,7 @@ class Trained:
     def update(self, batch: Batch, *, clip: bool = True) -> None:
         """`clip=False`: of gradients that may not be finite, as on a fake group; they are 0."""
         passes = self.sharded.micro_batches(batch, self._micro_tokens)
-        micros = [micro for _, micro in passes]
+        micros = self.sharded.pad_passes([micro for _, micro in passes], batch)
         total = float(batch["response_mask"].sum())
 
         reader = LogProbReader(1.0, entropy=True, statistics=self.sharded.statistics())

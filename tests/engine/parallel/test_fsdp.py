@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from dispatched import LiveBytes, Products
+from family_models import CHANGES
 from gloo_ranks import RankError, run_ranks
 from sharded_training import (
     Run,
@@ -388,6 +389,20 @@ def test_selective_checkpoints_repeat_less_and_keep_less(
     for mine, alike, plain in zip(*gradients, strict=True):
         assert torch.equal(mine, plain)
         assert torch.equal(alike, plain)
+
+
+@pytest.mark.parametrize("family", [*CHANGES, "mixtral"])
+def test_selective_checkpoints_change_no_bit_of_a_family(family: str) -> None:
+    batch, gradients = training_batch(4), []
+    for mode in (None, "selective"):
+        model = tiny_model(family)
+        if mode is not None:
+            layers = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+            fsdp.checkpoint_activations(list(layers), mode)
+        response_log_probs(model, batch, 1.0).sum().backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert gradients[0]
+    assert all(map(torch.equal, *gradients))
 
 
 def test_a_wrong_layout_is_an_error_of_the_ranks() -> None:

@@ -130,13 +130,14 @@ def test_offloaded_weights_take_no_memory_between_phases() -> None:
             optimizer.zero_grad()
 
 
-def test_offloaded_activations_leave_the_device_and_change_no_gradient() -> None:
+@pytest.mark.parametrize("mode", [True, "selective"])
+def test_offloaded_activations_leave_the_device_and_change_no_gradient(mode: bool | str) -> None:
     def trained(offload: bool) -> tuple[int, list[torch.Tensor]]:
         model = tiny_model("qwen2").to("cuda", torch.bfloat16)
-        fsdp.checkpoint_activations(list(model.model.layers), offload=offload)
+        fsdp.checkpoint_activations(list(model.model.layers), mode, offload=offload)
         ids = torch.arange(3 * 64, device="cuda").view(3, 64) % 90
         before = torch.cuda.memory_allocated()
-        states = model.model(input_ids=ids).last_hidden_state
+        states = model.model(input_ids=ids, use_cache=False).last_hidden_state
         kept = torch.cuda.memory_allocated() - before
         states.float().square().sum().backward()
         return kept, [p.grad for p in model.parameters() if p.grad is not None]
