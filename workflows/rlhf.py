@@ -1,7 +1,7 @@
 """The main job: data → warm start (or none) → RL → evaluation → promotion.
 
     pyflyte run workflows/rlhf.py rlhf
-    pyflyte run workflows/rlhf.py rlhf --source gsm8k --path ../shared/data/gsm8k \
+    pyflyte run workflows/rlhf.py rlhf --source gsm8k --path /data/gsm8k \
         --config preset:gsm8k_smoke
 """
 

@@ -33,8 +33,8 @@ class ColumnsConfig(Section):
     """How rows of files become conversations."""
 
     columns: dict[str, str] = Field({})
-    """Our column: the files' column, e.g. {prompt: input, ground_truth: target}; info.answer is the
-    field answer of the column info"""
+    """Our column: the files' column, e.g. {prompt: question, ground_truth: answer}; info.answer is
+    the field answer of the column info"""
     templates: dict[str, str] = Field({})
     """Our column: a Jinja2 template of it over the files' columns, e.g. {prompt: '{{ question }}
     Answer with a number.'}"""
@@ -88,12 +88,12 @@ class DataConfig(RowsConfig):
     """What to learn from."""
 
     source: str = "arithmetic"
-    """Where rows come from: arithmetic, gsm8k, files, or your own as package.module:name"""
+    """Where rows come from: arithmetic, gsm8k, math, files, or your own as package.module:name"""
     options: Options = Field({}, description="Options of a source of your own, by name")
     plugins: tuple[str, ...] = ()
     """Your modules that register the source; none: those of RL"""
     path: str = ""
-    """gsm8k: folder, s3:// prefix or hub id; files: file, folder, s3://… or hf://ID"""
+    """files, gsm8k, math: a file, a folder, s3://… or hf://ID; empty: the hub's gsm8k or math"""
     splits: dict[str, str] = Field({})
     """files: our split (train, validation, test): the name of it there, e.g. {test: dev}"""
     difficulty: int = Field(2, ge=1, le=5, description="Steps and sizes of arithmetic problems")

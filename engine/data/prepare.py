@@ -146,20 +146,20 @@ def card_markdown(
 ) -> str:
     """The card as Markdown: `digest` is the source's, `notes` end it, and all splits have rows."""
     reasons = list(dict.fromkeys(reason for card in splits for reason in card.left_out))
-    head = ["split", "rows", "least", "median", "mean", "95 %", "most", *reasons, "SHA-256"]
+    figures = ["rows", "least", "median", "mean", "95 %", "most"]
+    head = ["split", *figures, *(f"left out: {reason}" for reason in reasons), "SHA-256"]
     table = [head, ["---"] * len(head), *(_figures(card, reasons) for card in splits)]
     units = " and ".join(dict.fromkeys(card.unit for card in splits))
     lines = [
         f"# Data: {' '.join(source.split())}",
         "",
-        f"Source digest `{digest[:16]}`. Lengths are those of prompts, in {units}; columns after "
-        "them count the rows that were left out.",
+        f"Source digest `{digest[:16]}`. Lengths, least to most, are those of prompts, in {units}.",
         "",
         *(f"| {' | '.join(cells)} |" for cells in table),
     ]
     for card in splits:
         samples = (f"\n    {sample}" for sample in card.samples)
-        lines += ["", f"## {card.name}", *_histogram(card), "", "First rows:", *samples]
+        lines += ["", f"## {card.name}", *_histogram(card), "", "First rows, as text:", *samples]
     if notes:
         lines += ["", "## Left out", "", *(f"- {' '.join(note.split())}" for note in notes)]
     return "\n".join(lines) + "\n"
@@ -182,10 +182,12 @@ def _figures(card: SplitCard, reasons: Sequence[str]) -> list[str]:
 
 
 def _histogram(card: SplitCard) -> list[str]:
-    counts, edges = np.histogram(np.asarray(card.lengths), bins=BINS)
+    lengths = np.asarray(card.lengths, dtype=np.int64)
+    least, width = lengths.min(), np.ptp(lengths) // BINS + 1
+    counts = np.bincount((lengths - least) // width)
     bars = [
-        f"{edge:>10,.0f} {'█' * math.ceil(count * BAR / counts.max())} {count:,}".rstrip()
-        for edge, count in zip(edges[:-1], counts, strict=True)
+        f"{least + n * width:>10,} {'█' * math.ceil(count * BAR / counts.max())} {count:,}"
+        for n, count in enumerate(counts)
     ]
     return ["", f"Rows by the prompt's {card.unit}, from:", "", "```", *bars, "```"]
 

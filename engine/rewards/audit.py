@@ -290,11 +290,12 @@ class _Auditor:
         pairs = [v for v in zip(self._answered, read, strict=True) if v[1] is not None]
         alone = [scored for scored, verdict in pairs if scored.right and not verdict]
         missed = sum(bool(verdict) and not scored.right for scored, verdict in pairs)
-        found = f"of {len(pairs)} answers the scorer alone takes {len(alone)}, a lenient reader "
-        severity: Severity = "warning" if len(alone) > _PART * len(pairs) else "note"
+        found = f"of {len(pairs)} answers {len(alone)} are right for the scorer alone, "
+        found += f"{missed} for a lenient reader alone"
         if not alone:
-            return Check("second grader", "", f"{found}{missed}")
-        return Check("second grader", "", f"{found}{missed}", severity, *alone[0].example())
+            return Check("second grader", "", found)
+        severity: Severity = "warning" if len(alone) > _PART * len(pairs) else "note"
+        return Check("second grader", "", found, severity, *alone[0].example())
 
     def _repeat(self) -> Iterator[Check]:
         """Score the same completions again, in other order and in other batches."""
@@ -320,8 +321,8 @@ class _Auditor:
 
     def _cost(self, memory_mib: float) -> Iterator[Check]:
         """Report time and memory of the calls."""
-        usual, (slowest, label) = median(cost for cost, _ in self._costs), max(self._costs)
-        found = f"{usual:.3g} ms a completion, {slowest:.3g} ms of {label!r}, {self._late} too late"
+        usual, (most, call) = median(cost for cost, _ in self._costs), max(self._costs)
+        found = f"{usual:.3g} ms a completion, at most {most:.3g} ({call}), {self._late} too late"
         yield Check("time", "", found, "warning" if self._late else "ok")
         found = f"{max(0.0, memory_mib):.0f} MiB more after {len(self._costs)} calls"
         yield Check("memory", "", found, "warning" if memory_mib > _MEMORY_MIB else "ok")

@@ -149,10 +149,10 @@ def test_unseen_data_of_two_columns_trains_with_one_command_line(
     place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = "".join(f"{n}+1=,{n + 1}\n" for n in range(8))
-    (place / "sums.csv").write_text(f"input,target\n{rows}9+9=\n")
+    (place / "sums.csv").write_text(f"question,answer\n{rows}9+9=\n")
     command = [
         f"data.train_files={place / 'sums.csv'}",
-        "data.columns={prompt: input, ground_truth: target}",
+        "data.columns={prompt: question, ground_truth: answer}",
         "data.bad_rows=drop",
         "data.train_batch_size=4",
         "data.max_response_length=4",

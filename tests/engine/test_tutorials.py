@@ -98,18 +98,29 @@ def test_the_model_trains_and_keeps_its_class(tiny_folder: Path, tmp_path: Path)
     assert AutoConfig.for_model("quiet").model_type == "quiet"
 
 
-def test_data_of_two_columns_takes_the_printed_command(
-    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        ("data.md", "sums.csv"),
+        ("quickstart.md", "sums.csv"),
+        ("quickstart.md", "train.jsonl"),
+        ("algorithms.md", "train.jsonl"),
+    ],
+)
+def test_rows_of_a_page_take_its_printed_command(
+    page: str, name: str, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "sums.csv").write_text(
-        "input,target\n" + "".join(f"{n}+1=,{n + 1}\n" for n in range(9))
-    )
-    page = (DOCS / "data.md").read_text()
-    printed = next(b for b in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "sums.csv" in b)
-    command = printed.partition("pyflyte")[0].replace("sums.csv", str(tmp_path / "sums.csv"))
+    quickstart = (DOCS / "quickstart.md").read_text()
+    shown = r"^(\{.*ground_truth.*\}|question,answer|What .*,6)$"
+    row, header, line = re.findall(shown, quickstart, re.MULTILINE)
+    rows = [header, *(line.replace("2+4", f"{n}+4") for n in range(9))]
+    if name == "train.jsonl":
+        rows = [row.replace("13+14", f"{n}+14") for n in range(9)]
+    (tmp_path / name).write_text("\n".join(rows))
+    text = (DOCS / page).read_text().replace("\\\n", " ").splitlines()
+    command = next(line for line in text if f"engine.main_ppo data.train_files={name}" in line)
+    command = command.replace(name, str(tmp_path / name))
     command = command.replace("/models/Qwen2.5-0.5B", str(tiny_folder))
-    words = shlex.split(command.replace("\\\n", " "))
-    assert words[:3] == ["python", "-m", "engine.main_ppo"]
     small = ["data.max_response_length=6", "data.train_batch_size=8", "--dry-run"]
-    assert main([*words[3:], *small]) == 0
+    assert main([*shlex.split(command)[3:], *small]) == 0
     assert "steps of 8 of 9 prompts" in capsys.readouterr().out

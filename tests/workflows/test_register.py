@@ -681,7 +681,7 @@ def test_help_documents_the_inputs(place: Place) -> None:
     said = " ".join(outcome.out.split())
     for words in (
         "config: Settings: a YAML or JSON file",
-        "source: Data source, arithmetic, gsm8k or files",
+        "source: Data source, arithmetic, gsm8k, math or files",
         "model: Hugging Face model folder to start from",
         "seed: Seed of data, weights and sampling",
     ):

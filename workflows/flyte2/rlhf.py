@@ -1,7 +1,7 @@
 """The main job on Flyte 2: data → warm start (or none) → RL → evaluation → promotion.
 
     flyte run --local workflows/flyte2/rlhf.py rlhf
-    flyte run --local workflows/flyte2/rlhf.py rlhf --source gsm8k --path ../shared/data/gsm8k \
+    flyte run --local workflows/flyte2/rlhf.py rlhf --source gsm8k --path /data/gsm8k \
         --config preset:gsm8k_smoke
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,24 @@ def test_files_have_every_field_of_messages_and_of_rows(tmp_path: Path) -> None:
     assert read[1]["extra_info"]["tags"] == '["a"]'
     plain = pq.read_schema(tmp_path / "out" / "test.parquet").field("prompt").type
     assert [field.name for field in plain.value_type] == ["role", "content"]  # verl's
+
+
+def test_a_card_counts_whole_lengths_and_says_what_is_left_out(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * n, "ground_truth": "1"} for n in (3, 3, 4, 5, 5, 5)]
+    rows = [{**row, "prompt": row["prompt"] + str(i)} for i, row in enumerate(rows)]
+    prepare(write(tmp_path, train=[*rows, rows[0]]), tmp_path / "few")
+    card = (tmp_path / "few" / "README.md").read_text()
+    head, _, figures = (line for line in card.splitlines() if line.startswith("|"))
+    cells = dict(zip(head.split(" | "), figures.split(" | "), strict=True))
+    assert (cells["rows"], cells["least"], cells["most"]) == ("6", "4", "6")
+    assert cells["left out: repeated"] == "1"
+    bars = re.findall(r"^ +(\d+) █* ?(\d+)$", card, re.MULTILINE)
+    assert bars == [("4", "2"), ("5", "1"), ("6", "3")]
+    assert '{"prompt": "aaa0", "ground_truth": "1"}' in card
+
+    long = [{"prompt": "a" * n, "ground_truth": "1"} for n in range(10, 61)]
+    prepare(write(tmp_path, train=long), tmp_path / "many")
+    card = (tmp_path / "many" / "README.md").read_text()
+    bars = re.findall(r"^ +(\d+) █* ?(\d+)$", card, re.MULTILINE)
+    assert [int(start) for start, _ in bars] == list(range(10, 61, 5))
+    assert [int(count) for _, count in bars] == [5] * 10 + [1]
