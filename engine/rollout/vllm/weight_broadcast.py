@@ -116,10 +116,12 @@ class Channel:
 
         self.wait(done, lambda: f"{', '.join(map(self.round.label, late))} {key}")
 
-    def receive_head(self, number: int) -> list[BucketEntry]:
+    def receive_head(self, number: int) -> tuple[list[BucketEntry], int]:
+        """Receive what a chunk has, and the sum of its bytes."""
         key = f"head{number}"
         self.wait(lambda: self.store.check([key]), lambda: f"the trainer sent chunk {number}")
-        return [BucketEntry(n, tuple(s), d, at) for n, s, d, at in json.loads(self.store.get(key))]
+        entries, total = json.loads(self.store.get(key))
+        return [BucketEntry(n, tuple(s), d, at) for n, s, d, at in entries], total
 
     def form(self) -> Communicator:
         """Form the group's communicator, with all members at once."""
@@ -142,6 +144,10 @@ def _as_sync_error() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise WeightSyncError(f"the broadcast failed: {error}") from error
+
+
+def _sum(data: Tensor) -> int:
+    return int(data.sum(dtype=torch.int64))
 
 
 class Member:
@@ -170,7 +176,8 @@ class Member:
                     entry.view(data).copy_(tensor)
                 wait_sent()
                 heads.append(f"head{len(heads)}")
-                channel.store.set(heads[-1], json.dumps([astuple(entry) for entry in entries]))
+                head = [astuple(entry) for entry in entries], _sum(data)
+                channel.store.set(heads[-1], json.dumps(head))
                 if entries:
                     wait_sent = channel.start(communicator, data)
             channel.wait_for("received", range(1, round.size))
@@ -181,11 +188,13 @@ class Member:
         """Give `load` the tensors of each chunk as it arrives; they are gone when it returns."""
         with self._joined(round, rank) as (channel, communicator):
             for number in count():
-                entries = channel.receive_head(number)
+                entries, total = channel.receive_head(number)
                 if not entries:
                     break
                 data = torch.empty(entries[-1].end, dtype=torch.uint8, device=channel.device)
                 channel.start(communicator, data)()
+                if _sum(data) != total:
+                    raise WeightSyncError(f"chunk {number} did not arrive as it was sent")
                 load((entry.name, entry.view(data)) for entry in entries)
             channel.store.set(f"received{rank}", "")
 

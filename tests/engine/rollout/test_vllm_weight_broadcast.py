@@ -145,6 +145,29 @@ def test_an_error_of_one_is_the_cause_of_all(group: Group) -> None:
     assert causes(sent, *calls)[0] == "the round is of version 7, not 8"
 
 
+def test_a_chunk_that_arrives_with_other_bytes_ends_the_round(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    intact = weight_broadcast._gloo
+
+    def early(channel: weight_broadcast.Channel) -> weight_broadcast.Communicator:
+        communicator = intact(channel)
+        if channel.rank != 2:
+            return communicator
+
+        def start(data: Tensor) -> Callable[[], bool]:  # says that it is done before it is
+            communicator.start(data.clone())
+            return lambda: True
+
+        return communicator._replace(start=start)
+
+    monkeypatch.setattr(weight_broadcast, "_gloo", early)
+    round = group.round(1, 1)
+    calls = [group.receive(round, rank) for rank in (1, 2, 3)]
+    found = causes(group.send(round), *calls)
+    assert found[2] == "chunk 0 did not arrive as it was sent"
+
+
 def test_the_controllers_cause_ends_a_round_in_which_one_hangs(group: Group) -> None:
     round = group.round(1, 1)
     calls = [group.receive(round, 1), group.receive(round, 2)]
