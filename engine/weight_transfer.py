@@ -11,8 +11,6 @@ it raises WeightSyncError and refuses to sample until it receives full weights: 
 reordered delta costs a full sync and never mixes versions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ deadlock. A role must draw random numbers from generators of its own: all thread
 ones.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import queue

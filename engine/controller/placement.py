@@ -1,7 +1,5 @@
 """Placement as a value: which roles share which processes, and whether a cluster can hold them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

@@ -5,8 +5,6 @@ Hosts record each call of a role, the controller its own arithmetic (`span`) and
 are; a span's length is measured with the monotonic clock.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

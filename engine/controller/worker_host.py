@@ -1,7 +1,5 @@
 """The process side of a worker group: it builds roles, splits and merges rows, receives calls."""
 
-from __future__ import annotations
-
 import os
 import socket
 import traceback

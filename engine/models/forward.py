@@ -10,8 +10,6 @@ of a body that ran elsewhere (`from_hidden`): on another pipeline stage, or on a
 sequence. All outputs are float32 `[b, R]` by name.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

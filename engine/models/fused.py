@@ -6,8 +6,6 @@ installed. They compute the same, with a backward pass that stores less: see
 `engine.kernels.decoder_layer`. What attends (SDPA, packed rows, Ulysses) stays the module's choice.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable

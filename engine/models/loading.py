@@ -5,8 +5,6 @@ to the model's files and a `config.json` of its own, so that all who read the mo
 engines, the reference) read the same.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import json

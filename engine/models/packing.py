@@ -6,8 +6,6 @@ attention (`packed_attention`) keeps rows apart, so that outputs and gradients a
 rows.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Iterator, Sequence

@@ -6,8 +6,6 @@ rounds activations too. Here a matrix is made dense for each product and forgott
 rollout and saved model compute with the same numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any

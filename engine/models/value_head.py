@@ -4,8 +4,6 @@ Reward models are a `CriticModel` in training, too, read after the last token or
 transformers' classifier of the model's family is the same weights under other names.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ From logits (`token_statistics`), or straight from hidden states a chunk of toke
 (`chunked_statistics`). Logits that ranks share are for `vocab_parallel`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

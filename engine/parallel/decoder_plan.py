@@ -4,8 +4,6 @@
 `base_model_pp_plan` what comes before and after the layers, for `pipeline_parallel`. Values only.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Self

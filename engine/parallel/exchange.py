@@ -5,8 +5,6 @@ trainer's tensors, in the target's dtype, and unpacked into the rollout's: no fu
 and two buckets are all the memory needed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 

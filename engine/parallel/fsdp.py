@@ -5,8 +5,6 @@ by `gradients.all_reduce_gradients`. Activation checkpointing is here because it
 sharding; it works without.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

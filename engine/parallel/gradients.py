@@ -8,8 +8,6 @@ Who sums what. A backward pass leaves on each rank the gradients of that rank's 
 Nothing divides: losses carry global denominators.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence

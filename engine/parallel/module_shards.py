@@ -5,8 +5,6 @@ at a time, are for Hugging Face folders and checkpoints of other layouts; weight
 engine go through `exchange`, which sends slices.
 """
 
-from __future__ import annotations
-
 import itertools
 import platform
 from collections import defaultdict

@@ -6,8 +6,6 @@ many micro-batches' activations as there are stages), or GPipe for fewer micro-b
 Each micro-batch travels in its own shape: nothing is padded to the widest.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any

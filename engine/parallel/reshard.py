@@ -6,8 +6,6 @@ Parameters that are sharded alike are planned together, and a rank's plan is cut
 bounded size, which `exchange` runs.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from bisect import bisect_right

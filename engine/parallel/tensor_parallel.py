@@ -8,8 +8,6 @@ their full shape; the forward pass computes on local tensors (`module.forward` i
 class stays). torch's own styles need vocabularies and sequences that the ranks divide.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

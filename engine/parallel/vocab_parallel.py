@@ -4,8 +4,6 @@ Each rank has the logits of consecutive vocabulary entries: ranks exchange a few
 the forward pass and nothing in the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Self

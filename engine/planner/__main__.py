@@ -3,8 +3,6 @@
 It shows the layout that a run with `trainer.placement: auto` would get on such machines, and why.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

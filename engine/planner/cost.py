@@ -9,8 +9,6 @@ arXiv:2104.04473, section 2.2) and wait for their heaviest stage. On a GPU, FSDP
 behind arithmetic (Zhao et al., arXiv:2304.11277, section 3.3); nothing else overlaps.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache, partial

@@ -1,7 +1,5 @@
 """Describe a plan in a few lines: the machines, the choice with its reason, and the others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from engine.planner.layout_search import PlacementPlan, PricedCandidate

@@ -7,8 +7,6 @@ takes as long as the slower of the two. More samplers decode faster and leave fe
 cheapest split is where both take about as long.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ without stored scores (SDPA), and a gated MLP or experts. A rank loads its shard
 (`runtime.apply_layout`); a quantised base is whole on every rank, packed a matrix at a time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import lru_cache
 

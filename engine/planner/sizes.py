@@ -3,8 +3,6 @@
 Pure arithmetic. Bytes are in `memory`, seconds in `cost`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache

@@ -6,8 +6,6 @@ is chosen by `rollout.engine`; a new one registers itself with `@register_engine
 module of its own, here or outside (`rollout.engine: my_module:MyEngine`), and says what it can do.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ of (seed, prompt index, completion index, position), so neither the
 batch a sequence is decoded in nor its slot changes what is drawn.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

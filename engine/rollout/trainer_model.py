@@ -4,8 +4,6 @@ Its evaluation mode; its weights as whole plain tensors by their names in files,
 time, with LoRA adapters merged in (W + α/r · B·A, arXiv:2106.09685); and the kernel for a product.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict

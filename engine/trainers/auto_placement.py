@@ -4,8 +4,6 @@ The one caller of `engine.planner` in training. Also: whether a run's models fit
 take, and the dtype of the models.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection
 from dataclasses import fields, replace

@@ -3,8 +3,6 @@
 `check_layouts` is called once the placement is known, `check_parallel` by training on rows too.
 """
 
-from __future__ import annotations
-
 from transformers import PretrainedConfig
 
 from engine.config import LoRAConfig, ParallelConfig, RLConfig

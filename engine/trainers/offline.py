@@ -1,7 +1,5 @@
 """The loop of training on rows of a dataset, and the warm start (SFT)."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Preference learning offline: DPO and its relatives, KTO, and the training of reward models."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import logging

@@ -4,8 +4,6 @@ What a step computes is in `engine.dataflows`, what a role does in `engine.worke
 in `engine.controller`, and what is sampled ahead in `rollout_modes`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

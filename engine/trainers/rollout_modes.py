@@ -6,8 +6,6 @@
   in-flight weight updates as in PipelineRL, arXiv:2509.19128).
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@
 together, and which have no effect.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Metrics of the batch that an RL step learned from, or that a validation decoded."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -4,8 +4,6 @@ What rollout and rewards gave is recorded; log-probs, values, advantages and upd
 again, from the recorded weights and generators, in one process or on ranks as it was recorded.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import math

@@ -5,8 +5,6 @@ backward pass. Passes over this rank's shard of a model are in `engine.runtime.s
 losses in `engine.algorithms`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path

@@ -5,8 +5,6 @@ changed field that it does not read is an error, so that no setting is silently 
 algorithm declares its options, and takes them from a section's `options`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

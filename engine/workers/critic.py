@@ -1,7 +1,5 @@
 """The critic role: values of the states along a completion, and their update."""
 
-from __future__ import annotations
-
 from functools import partial
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The roles of evaluation: a model that nobody trains completes prompts or plays episodes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace

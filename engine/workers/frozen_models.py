@@ -1,7 +1,5 @@
 """The roles of frozen models beside the policy: the reference, and the teachers of distillation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """The reward role: turns completions into scores with the function that the run was given."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

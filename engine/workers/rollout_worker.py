@@ -1,7 +1,5 @@
 """The rollout role: samples completions with the policy of its process, or with a copy of it."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

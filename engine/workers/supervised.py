@@ -1,7 +1,5 @@
 """The roles that learn from rows: warm start, preferences, reward models, step rewards."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager

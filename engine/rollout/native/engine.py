@@ -3,8 +3,6 @@
 An optimizer step is seen by the next rollout as it is; `update_weights` only records the version.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from contextlib import suppress

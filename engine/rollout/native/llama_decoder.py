@@ -6,8 +6,6 @@ the caches of `kv_cache`. On a GPU, where launching a step's kernels takes longe
 and columns to a multiple of 128, and a shape is captured after it has come up a few times.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence

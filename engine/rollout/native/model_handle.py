@@ -3,8 +3,6 @@
 It is the trainer's whole model, or a tensor-parallel rank's shard of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ weights. An update that recomputes, or an error, preempts the running sequences 
 and they are admitted again later: no failure loses or repeats a token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import get_args
 

@@ -6,8 +6,6 @@ one takes it, or until enough have finished to be worth closing the gaps. Few nu
 ever computed: oneDNN compiles a kernel for each new shape of a product, which takes a millisecond.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ end or preemption. The table lies on the model's device, one row a sequence, and
 lists when sequences leave it. `plan_prefill` says what is computed to admit completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter

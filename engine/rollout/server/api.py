@@ -7,8 +7,6 @@ ids: a prompt travels as text, and TGI's own `/tokenize` must make the very same
 no stop tokens but the model's end tokens either: others are cut off by the engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import io

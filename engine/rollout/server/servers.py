@@ -5,8 +5,6 @@ out: its requests go to the others. It is back when it says that it serves the p
 weights, or takes the next ones. Of a single server every failure is the caller's.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable

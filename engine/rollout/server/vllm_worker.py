@@ -7,8 +7,6 @@ An MoE model's experts, which a CPU packs too, would be loaded wrong: they are c
 vLLM imports this module before it makes its model.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

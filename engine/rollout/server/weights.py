@@ -6,8 +6,6 @@ by its content: `policy-v12-1a2b3c4d` holds policy version 12 and weights whose 
 1a2b3c4d, so that two runs never share a tag.
 """
 
-from __future__ import annotations
-
 import asyncio
 import re
 import shutil

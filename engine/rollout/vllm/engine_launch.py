@@ -7,8 +7,6 @@ environment variables that children would inherit, and logs thousands of lines: 
 restored.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import importlib

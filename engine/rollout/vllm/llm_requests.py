@@ -1,7 +1,5 @@
 """Requests of a vLLM engine: one a completion, each with its own seed, stepped until all end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

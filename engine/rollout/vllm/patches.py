@@ -4,8 +4,6 @@ The first five patches are active in the trainer's process while an engine start
 vLLM's workers; the others are of the process that starts the engine.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import uuid

@@ -12,8 +12,6 @@ completions that begin together the share still running after t tokens is at mos
 inequality), so together they hold N · mean tokens at most, and the rest is vLLM's preemption.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence

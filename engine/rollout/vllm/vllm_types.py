@@ -1,7 +1,5 @@
 """The attributes of vLLM's objects that are used here, as protocols; vLLM is imported late."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 

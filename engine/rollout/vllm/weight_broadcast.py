@@ -176,8 +176,8 @@ class Member:
                     entry.view(data).copy_(tensor)
                 wait_sent()
                 heads.append(f"head{len(heads)}")
-                head = [astuple(entry) for entry in entries], _sum(data)
-                channel.store.set(heads[-1], json.dumps(head))
+                content = [astuple(entry) for entry in entries], _sum(data)
+                channel.store.set(heads[-1], json.dumps(content))
                 if entries:
                     wait_sent = channel.start(communicator, data)
             channel.wait_for("received", range(1, round.size))

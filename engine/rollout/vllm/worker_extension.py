@@ -6,8 +6,6 @@ those up to the first error, and would take the rest for answers to its next cal
 answer.
 """
 
-from __future__ import annotations
-
 import os
 import traceback
 from collections.abc import Callable
