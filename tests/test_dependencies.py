@@ -349,7 +349,6 @@ def test_text_becomes_tokens_in_one_place() -> None:
         if one.startswith(("engine/data/templates.py: ", "engine/data/chat_template.py: "))
     }
     others = {
-        "engine/rollout/server/api.py: self._tokenizer(_PROBE)",
         "engine/runtime/hybrid_actor.py: _tokenizer(path, tokenizer)",  # loads one
     }
     assert ours

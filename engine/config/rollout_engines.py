@@ -48,14 +48,11 @@ class ServerConfig(Section):
     """e.g. http://10.0.0.7:8000, without /v1"""
     urls: tuple[str, ...] = ()
     """Several servers in place of one url: requests go where least is under way"""
-    api: Literal["openai", "tgi"] = "openai"
-    """/v1/completions with token ids (vLLM and others), or TGI's /generate"""
     served_model: str = Field("", description="The model's name there; empty: the server is asked")
-    tokenizer: str = Field("", description="tgi: a model folder; empty: that of the policy")
     api_key_env: str = Field("", description="Environment variable that holds the server's key")
     concurrency: int = Field(64, ge=1, description="Requests under way at once, a server")
     completions_per_request: int = Field(32, ge=1)
-    """openai: of one prompt; a retry decodes so many again"""
+    """Of one prompt; a retry decodes so many again"""
     timeout_s: float = Field(1800.0, gt=0, description="Deadline of one rollout or weight update")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one request")
     max_retries: int = Field(5, ge=0)

@@ -97,7 +97,7 @@ def spread_sample(tensor: Tensor) -> Tensor:
 
 
 def write_weights(named: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write tensors as transformers, vLLM and TGI read them: `model.safetensors`, or parts of it.
+    """Write tensors as transformers and vLLM read them: `model.safetensors`, or parts of it.
 
     At most FILE_BYTES of them are in memory at a time. Raises OSError and SafetensorError.
     """

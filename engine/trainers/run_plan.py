@@ -205,9 +205,6 @@ def _refused(config: RLConfig, dataflow: Dataflow) -> Iterator[tuple[str, str]]:
         apart = ", or rollout.vllm.in_process=false" if capabilities.loads_shards else ""
         advice = f"turns are decoded on one rank each: set it to 1{apart}"
         yield f"rollout.tensor_parallel_size={tp}", advice
-    if capabilities.remote and rollout.server.api == "tgi":
-        advice = "it takes text, and would read sampled ids as others: use api=openai"
-        yield "rollout.server.api=tgi", advice
     if rollout.agent.turn_timeout_s is not None and not capabilities.cuts:
         advice = "it answers whole turns: limit them by rollout.multi_turn.max_turn_length"
         yield f"rollout.agent.turn_timeout_s with {engine}", advice

@@ -1,31 +1,26 @@
-"""The APIs of rollout servers as the engine uses them, and log-probs of given tokens for teachers.
+"""The API of rollout servers as the engine uses it, and log-probs of given tokens for teachers.
 
-`OpenAIAPI` is `/v1/completions` with token ids in and out, as vLLM (0.10 and later) and others
-serve it. It sends every sampling parameter: what a request leaves out, vLLM fills from the model's
-generation_config.json. `TGIAPI` is Text Generation Inference's `/generate`, which takes no token
-ids: a prompt travels as text, and TGI's own `/tokenize` must make the very same ids of it. It knows
-no stop tokens but the model's end tokens either: others are cut off by the engine.
+It is OpenAI's `/v1/completions` with token ids in and out, as vLLM (0.10 and later) and others
+serve it. Every sampling parameter is sent: what a request leaves out, vLLM fills from the model's
+generation_config.json.
 """
 
 import asyncio
 import base64
 import io
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from transformers import AutoTokenizer
 
 from engine.config.algorithm import TeacherConfig
 from engine.config.rollout_engines import ServerConfig
-from engine.errors import ConfigError, RolloutError
+from engine.errors import RolloutError
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.server.client import Client, Refused
-from engine.storage.filesystem import loading_error, split_revision
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +45,6 @@ class SampledCompletion:
     reason: str  # in the server's words, e.g. "length"
     prefill_tokens: int  # prompt tokens that its request computed, counted on one of its rows
     routed_experts: NDArray[Any] | None = None  # [tokens, layers, k], prompt first
-
-
-class ServerAPI(Protocol):
-    """Sends a `CompletionRequest` and parses the answer into `SampledCompletion`s.
-
-    `describe` finds the model, and its longest prompt plus completion where that is known;
-    `probe_prompt` makes a short prompt that the server can be sent.
-    """
-
-    max_per_request: int  # completions that one request can ask for
-
-    async def describe(self) -> int | None: ...
-    async def sample(self, request: CompletionRequest) -> list[SampledCompletion]: ...
-    def probe_prompt(self, vocabulary: int) -> list[int]: ...
 
 
 def field(answer: Any, *path: str | int) -> Any:
@@ -193,98 +174,6 @@ def _token_id(name: str) -> int:
             f"return_token_ids or return_tokens_as_token_ids, as vLLM 0.10 and later do"
         )
     return int(number)
-
-
-_REMEMBERED = 4096  # prompts whose text is kept; the completions of a group share one
-_TGI_NAN = re.compile(r"(?i)\bnan\b")  # PyTorch's words when it can't draw, passed on as 424
-_PROBE = "The answer is"
-
-
-class TGIAPI:
-    """One TGI server. `policy` is the trainer's model folder, for its tokenizer."""
-
-    max_per_request = 1
-
-    def __init__(self, client: Client, settings: ServerConfig, policy: str) -> None:
-        self._client = client
-        source = settings.tokenizer or policy
-        name, revision = split_revision(source)
-        try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(
-                name, revision=revision or "main", trust_remote_code=False
-            )
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"rollout.server.api='tgi' sends prompts as text and found no tokenizer in "
-                f"{source!r}: {loading_error(error)}; name a model folder in "
-                "rollout.server.tokenizer"
-            ) from error
-        self._texts: dict[tuple[int, ...], str] = {}
-
-    async def describe(self) -> int | None:
-        info = await self._client.get("/info")
-        field(info, "model_id")  # else it is no TGI
-        longest = info.get("max_total_tokens")
-        return None if longest is None else int(longest)
-
-    async def sample(self, request: CompletionRequest) -> list[SampledCompletion]:
-        body = {"inputs": await self._text(request.prompt), "parameters": _parameters(request)}
-        try:
-            details = field(await self._client.post("/generate", body), "details")
-        except Refused as refused:
-            if not _TGI_NAN.search(refused.answer):
-                raise
-            return [SampledCompletion([0], [math.nan], "NaN", 0)]
-        tokens = field(details, "tokens")
-        return [
-            SampledCompletion(
-                [int(field(token, "id")) for token in tokens],
-                [number(field(token, "logprob")) for token in tokens],
-                str(field(details, "finish_reason")),
-                len(request.prompt),
-            )
-        ]
-
-    def probe_prompt(self, vocabulary: int) -> list[int]:
-        ids: list[int] = self._tokenizer(_PROBE)["input_ids"]
-        return ids
-
-    async def _text(self, prompt: Sequence[int]) -> str:
-        """Find the text that TGI reads as `prompt`, with or without a BOS token that it adds."""
-        key = tuple(int(token) for token in prompt)
-        if key in self._texts:
-            return self._texts[key]
-        tokens: list[int] = []
-        for ids in (key[1:], key) if key[0] == self._tokenizer.bos_token_id else (key,):
-            text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-            answer = await self._client.post("/tokenize", {"inputs": text})
-            tokens = [int(field(token, "id")) for token in answer]
-            if tuple(tokens) == key:
-                if len(self._texts) >= _REMEMBERED:
-                    self._texts.clear()
-                self._texts[key] = text
-                return text
-        raise RolloutError(
-            f"TGI reads the text of a prompt of {len(key)} tokens ({list(key)[:12]} …) as other "
-            f"tokens ({tokens[:12]} …), so its completions would not be the policy's; use "
-            f"rollout.server.api=openai, which takes token ids, or the server's own tokenizer"
-        )
-
-
-def _parameters(request: CompletionRequest) -> dict[str, object]:
-    """TGI's names and ranges: what is off is null, and a seed is above 0."""
-    params = request.params
-    drawn = params.temperature > 0
-    return {
-        "details": True,
-        "return_full_text": False,
-        "max_new_tokens": request.max_new_tokens,
-        "do_sample": drawn,
-        "temperature": params.temperature if drawn else None,
-        "top_k": params.top_k if drawn and params.top_k else None,
-        "top_p": params.top_p if drawn and params.top_p < 1 else None,
-        "seed": request.seed or 1,
-    }
 
 
 @dataclass(frozen=True, slots=True)

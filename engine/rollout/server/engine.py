@@ -45,11 +45,6 @@ def check_rollout(config: RolloutConfig) -> None:
         )
     server = config.server
     check_settings(server)
-    if config.enable_rollout_routing_replay and server.api == "tgi":
-        raise ConfigError(
-            "rollout.enable_rollout_routing_replay=true with rollout.server.api=tgi, which returns "
-            "no experts; use vLLM's server and api=openai"
-        )
     if server.weights == "none" and not server.allow_fixed_policy:
         raise ConfigError(
             "rollout.server.weights=none leaves the server at the policy that it was started with, "
@@ -77,11 +72,6 @@ def check_settings(settings: ServerConfig) -> None:
                 f"{len(settings.urls)} servers; give a path, which is asked of each"
             )
     check_hook(settings.weights)
-    if settings.api == "tgi" and settings.weights == "vllm":
-        raise ConfigError(
-            "rollout.server.api=tgi with weights=vllm: these are vLLM's own endpoints; set "
-            "rollout.server.weights to folder, or to none"
-        )
     if settings.weights == "folder" and not settings.reload_url:
         raise ConfigError(
             "rollout.server.weights=folder needs rollout.server.reload_url, which has to load "

@@ -36,7 +36,7 @@ class Server:
     """One server."""
 
     client: Client
-    api: server_api.ServerAPI
+    api: server_api.OpenAIAPI
     hook: WeightHook
     busy: int = 0  # completions requested of it and not answered yet
     out: str = ""  # why it gets no requests; empty: it gets them
@@ -80,10 +80,7 @@ class Servers:
         client = Client(self._settings, url, self.all[0].client if self.all else None)
         with ExitStack() as undo:
             undo.callback(client.close)
-            api: server_api.ServerAPI = server_api.OpenAIAPI(client, self._settings)
-            if self._settings.api == "tgi":
-                policy = getattr(model, "name_or_path", "")
-                api = server_api.TGIAPI(client, self._settings, policy)
+            api = server_api.OpenAIAPI(client, self._settings)
             server = Server(client, api, create_hook(client, self._settings))
             undo.pop_all()
         return server

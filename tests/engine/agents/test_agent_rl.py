@@ -321,20 +321,6 @@ def test_branches_are_rows_of_one_episode(tiny_folder: Path, tmp_path: Path) -> 
             },
             "turn_timeout_s with rollout.engine=server",
         ),
-        (
-            {
-                "rollout": {
-                    "engine": "server",
-                    "server": {
-                        "url": "http://127.0.0.1:1",
-                        "api": "tgi",
-                        "weights": "none",
-                        "allow_fixed_policy": True,
-                    },
-                }
-            },
-            "rollout.server.api=tgi",
-        ),
         ({"rollout": {"agent": {"environment": "digit_games:Nothing"}}}, "Nothing"),
         ({"rollout": {"agent": {"environment": ""}}}, "rollout.agent.environment"),
         ({"reward": {"overlong_buffer": {"enable": True}}}, "overlong_buffer"),

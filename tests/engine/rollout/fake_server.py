@@ -1,4 +1,4 @@
-"""A small HTTP server that speaks OpenAI's and TGI's formats and fails on demand.
+"""A small HTTP server that speaks OpenAI's format and fails on demand.
 
 Its completions are real: they are decoded by `NativeEngine` on a model of its own, which it loads
 from the folders in its requests. So log-probs and versions in tests are what they say.
@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import torch
 from rollout_models import CONTEXT
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM
 
 from engine.errors import RolloutError
 from engine.rollout.native import NativeEngine
@@ -34,10 +33,8 @@ class FakeServer:
     """What the server is and does; tests change its fields while it runs."""
 
     model: nn.Module
-    tokenizer: PreTrainedTokenizerBase | None = None
     name: str = "policy"
     context: int = CONTEXT
-    end_tokens: tuple[int, ...] = ()  # TGI's own
     raw_log_probs: bool = False
     token_ids: bool = True  # answers hold token ids, not names alone
     load_delay_s: float = 0.0
@@ -86,9 +83,6 @@ class Handler(BaseHTTPRequestHandler):
             case "/v1/models":
                 model = {"id": self.fake.name, "max_model_len": self.fake.context}
                 self.answer({"data": [model | {"root": f"/somewhere/{self.fake.tag}"}]})
-            case "/info":
-                about = {"model_id": f"/data/{self.fake.tag}"}
-                self.answer(about | {"max_total_tokens": self.fake.context})
             case _:
                 self.answer({"error": "Not Found"}, 404)
 
@@ -97,23 +91,18 @@ class Handler(BaseHTTPRequestHandler):
         self.fake.seen.append(("POST", self.path, body))
         self.fake.headers.append(dict(self.headers))
         match self.path:
-            case "/v1/completions" | "/generate":
+            case "/v1/completions":
                 with self.fake.lock:
                     fault = self.fake.faults.pop(0) if self.fake.faults else self.fake.always
                 if fault is not None and fault(self):
                     return
-                answer = openai_answer if self.path == "/v1/completions" else tgi_answer
                 try:
-                    content = self.fake.edit(answer(self.fake, body))
+                    content = self.fake.edit(openai_answer(self.fake, body))
                 except RolloutError:  # NaN logits, which PyTorch's multinomial finds in TGI
                     said = "probability tensor contains either `inf`, `nan` or element < 0"
                     self.answer({"error": f"Request failed during generation: {said}"}, 424)
                 else:
                     self.answer(content)
-            case "/tokenize":
-                assert self.fake.tokenizer is not None
-                ids = self.fake.tokenizer(body["inputs"])["input_ids"]
-                self.answer([{"id": i, "text": "", "start": 0, "stop": 0} for i in ids])
             case "/reload":
                 if self.fake.reload_fault is not None and self.fake.reload_fault(self):
                     return
@@ -167,33 +156,6 @@ def raw(fake: FakeServer, prompt: list[int], c: Completion) -> list[float]:
     logits = fake.model(input_ids=torch.tensor([prompt + c.token_ids])).logits[0, len(prompt) - 1 :]
     rows = logits[:-1].log_softmax(-1)
     return [float(row[token]) for row, token in zip(rows, c.token_ids, strict=True)]
-
-
-def tgi_answer(fake: FakeServer, body: dict[str, Any]) -> dict[str, Any]:
-    """TGI's ranges are as its OpenAPI document has them: what is off must be null."""
-    asked = body["parameters"]
-    assert asked["details"] is True
-    assert asked["seed"] > 0
-    assert asked["temperature"] is None or asked["temperature"] > 0
-    assert asked["top_k"] is None or asked["top_k"] > 0
-    assert asked["top_p"] is None or 0 < asked["top_p"] < 1
-    params = SamplingParams(
-        max_new_tokens=asked["max_new_tokens"],
-        temperature=(asked["temperature"] or 1.0) if asked["do_sample"] else 0.0,
-        top_k=asked["top_k"] or 0,
-        top_p=asked["top_p"] or 1.0,
-        seed=asked["seed"],
-        stop_token_ids=fake.end_tokens,
-    )
-    assert fake.tokenizer is not None
-    (c,) = fake.decode(fake.tokenizer(body["inputs"])["input_ids"], params)
-    tokens = [
-        {"id": token, "text": "", "logprob": log_prob, "special": False}
-        for token, log_prob in zip(c.token_ids, c.log_probs, strict=True)
-    ]
-    reason = "eos_token" if c.finish_reason == "stop" else "length"
-    details = {"finish_reason": reason, "generated_tokens": len(tokens), "tokens": tokens}
-    return {"generated_text": "", "details": details | {"prefill": [], "seed": asked["seed"]}}
 
 
 @contextmanager
@@ -272,19 +234,3 @@ def dribble(handler: Handler) -> bool:
         except OSError:
             break
     return drop(handler)
-
-
-def words(folder: Path, vocabulary: int, bos: bool = False) -> PreTrainedTokenizerBase:
-    """A tokenizer of one word an id, "t0 t1 …", saved to `folder`; with `bos` it puts t0 first."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    core = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocabulary)}, unk_token="t2"))
-    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if bos:
-        core.post_processor = processors.TemplateProcessing(
-            single="t0 $A", special_tokens=[("t0", 0)]
-        )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="t0" if bos else None)
-    tokenizer.save_pretrained(folder)
-    return tokenizer

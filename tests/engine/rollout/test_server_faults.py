@@ -165,7 +165,6 @@ def test_another_kind_of_server(fake: FakeServer) -> None:
         ({"version_url": "host:80/x"}, "version_url='host:80/x' is no address: it is neither http"),
         ({"weights": "ftp"}, r"weights='ftp' is unknown.*folder, none, vllm"),
         ({"reload_url": ""}, "needs rollout.server.reload_url"),
-        ({"api": "tgi", "weights": "vllm", "reload_url": ""}, "these are vLLM's own endpoints"),
         ({"weights": "vllm"}, "reload_url=/reload has no effect with weights=vllm"),
         ({"allow_fixed_policy": True}, "allow_fixed_policy=True has no effect"),
         ({"concurency": 3}, "unknown setting 'concurency'"),

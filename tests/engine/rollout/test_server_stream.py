@@ -14,7 +14,7 @@ import httpx
 import pandas as pd
 import pytest
 import torch
-from fake_server import FakeServer, Handler, connect, drop, hang, serving, status, words
+from fake_server import FakeServer, Handler, connect, drop, hang, serving, status
 from rollout_models import VOCABULARY, build, make_prompts, qwen2, reference_log_probs
 from server_process import vllm_url
 from stream_checks import Found, drain, gather, texts, weights_of, with_n, worst_error, write
@@ -228,16 +228,14 @@ def test_a_server_samples_the_turns(tiny_folder: Path, mode: str) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["", "int8"])
-def test_the_server_serves_base_and_adapters_as_one(tmp_path: Path, quantize: str) -> None:
-    tokenizer = words(tmp_path / "tokenizer", VOCABULARY)
+def test_the_server_serves_base_and_adapters_as_one(quantize: str) -> None:
     model: Any = build("llama")
     if quantize:
         quantize_linears(model, quantize)
     add_adapters(model, LoRAConfig(rank=4, alpha=8.0), seed=1)
     prompts = make_prompts(3, seed=3)
-    with serving(FakeServer(build("llama"), tokenizer)) as fake:
-        settings = {"api": "tgi", "version_url": "/info", "tokenizer": str(tmp_path / "tokenizer")}
-        engine = connect(fake, model, **settings)
+    with serving(FakeServer(build("llama"))) as fake:
+        engine = connect(fake, model)
         for version in (1, 2):
             _step(model, version)
             engine.update_weights(model, version)

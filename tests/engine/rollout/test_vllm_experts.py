@@ -299,11 +299,6 @@ def test_what_vllm_can_not_record_is_refused_before_it_starts() -> None:
     twice = rollout | {"vllm": {"engine_kwargs": {"enable_return_routed_experts": True}}}
     with pytest.raises(ConfigError, match=r"set rollout\.enable_rollout_routing_replay"):
         check_engine_settings(RolloutConfig.model_validate(twice))
-    server = {"api": "tgi", "url": "http://here", "weights": "none", "allow_fixed_policy": True}
-    with pytest.raises(ConfigError, match="use vLLM's server and api=openai"):
-        check_engine_settings(
-            RolloutConfig.model_validate(rollout | {"engine": "server", "server": server})
-        )
     with pytest.raises(RolloutError, match="start its server with --enable-return-routed-experts"):
         chosen_experts(None, [1, 2], 5)
     with pytest.raises(ConfigError, match="a Triton with a CPU backend; install"):

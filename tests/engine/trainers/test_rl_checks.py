@@ -428,7 +428,6 @@ def settings(server: dict[str, Any], **rollout: Any) -> RLConfig:
         (settings(URL | {"weights": "rsync"}), "weights='rsync' is unknown"),
         (settings(URL | {"weights": "folder"}), "needs rollout.server.reload_url"),
         (settings(URL | {"weights": "none"}), "allow_fixed_policy=true"),
-        (settings(URL | {"api": "tgi"}), "rollout.server.weights to folder, or to none"),
         (settings(URL, max_num_seqs=8), "rollout.max_num_seqs=8 has no effect"),
         (settings(URL, tensor_parallel_size=2), "leave it at 1"),
         (settings(URL, engine="native"), r"rollout.server.url=.* has no effect .*engine=native"),
@@ -444,7 +443,7 @@ def test_contradictions_are_refused(config: RLConfig, message: str) -> None:
     [
         {},
         {"weights": "none", "allow_fixed_policy": True},
-        {"api": "tgi", "weights": "folder", "reload_url": "/reload", "version_url": "/info"},
+        {"weights": "folder", "reload_url": "/reload", "version_url": "/info"},
     ],
 )
 def test_what_fits_is_let_through(server: dict[str, Any]) -> None:
