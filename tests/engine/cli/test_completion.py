@@ -48,6 +48,6 @@ def test_a_tab_completes(script: Path, words: str, expected: str) -> None:
 
 def test_every_command_is_known(script: Path) -> None:
     names = completion.commands()
-    assert {"engine.main_ppo", "engine.serve", "engine.rollouts", "engine.health"} <= set(names)
+    assert {"engine.main_ppo", "engine.serve", "engine.health"} <= set(names)
     text = script.read_text()
     assert all(f"        {name}) words=" in text for name in names)
