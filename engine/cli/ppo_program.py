@@ -62,7 +62,7 @@ def read_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, context:
     train = _limit_rows(train, data.train_max_samples, config)
     validation = _limit_rows(validation, data.val_max_samples, config)
     longest = max(len(row.pop("prompt_ids")) for row in [*train, *validation])
-    options = (data.shuffle, data.sampling, variables, data.cut)
+    options = (data.shuffle, data.sampling, variables, data.cut, data.train_files)
     loader = PromptLoader(frame_of(train), batch, config.seed, *options)
     return Prompts(loader, validation, longest, left_out)
 

@@ -217,6 +217,7 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
         log.track(trainer.history)  # also of a run that was finished before
         folder, final = _save_final(run, trainer)
         log.hands_over(final)
+        rollouts.model_step = float(final.step)
         trained.append(TrainedPolicy(folder, final, trainer.history, trainer.changed_settings))
         trainer.write_timeline(run.folder / "timeline.json")
 

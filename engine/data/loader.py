@@ -50,10 +50,12 @@ class PromptLoader:
         sampling: SamplingConfig | None = None,
         template_variables: Mapping[str, object] | None = None,
         truncation: Truncation | None = None,
+        files: Sequence[str] = (),
     ) -> None:
         """Raise ConfigError for weights that are not the sources', DataError without rows.
 
-        `template_variables` are those of the chat template, `truncation` cuts long prompts.
+        `template_variables` are of the chat template, `truncation` cuts long prompts, and `files`
+        are those that the state names: they may change.
         """
         if len(frame) == 0:
             raise DataError("a prompt loader got no rows; give a frame with at least one")
@@ -63,7 +65,7 @@ class PromptLoader:
         self._rows = [{str(column): value for column, value in row.items()} for row in records]
         self.batch_size = min(batch_size, len(self._rows))
         self.template_variables = dict(template_variables or {})
-        self.truncation = truncation
+        self.truncation, self._files = truncation, list(files)
         self._settings: dict[str, object] = {"seed": seed, "shuffle": shuffle}
         if truncation is not None:
             self._settings["truncation"] = asdict(truncation)
@@ -103,7 +105,7 @@ class PromptLoader:
 
     def state_dict(self) -> dict[str, object]:
         """Return where the loader is, as plain values, fit for JSON."""
-        data = {"rows": len(self._rows), "digest": self._digest}
+        data = {"rows": len(self._rows), "digest": self._digest, "train_files": self._files}
         return self._order.state_dict() | self._settings | data
 
     def load_state_dict(self, state: dict[str, object]) -> None:

@@ -54,9 +54,8 @@ def _change(values: np.ndarray) -> _Change | None:
     size = max(1, len(values) // 4)
     noise = float(np.mean(np.diff(values) ** 2)) / 2  # von Neumann's: a trend adds little
     first, last, error = values[:size].mean(), values[-size:].mean(), math.sqrt(2 * noise / size)
-    return _Change(
-        float(last - first), float(last), error, f"{first:.3g} → {last:.3g} (± {error:.2g})"
-    )
+    text = f"{first:.3g} → {last:.3g} (± {error:.2g})"
+    return _Change(float(last - first), float(last), error, text)
 
 
 def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:

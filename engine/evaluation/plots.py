@@ -59,8 +59,7 @@ def metric_bars(comparison: EvaluationComparison, names: tuple[str, str]) -> str
             )  # fmt: skip
         ends += [interval.high for interval in intervals]
     axes.set_xticks(range(len(labels)), labels)
-    axes.set_xlim(-0.6, len(labels) - 0.4)
-    axes.set_ylim(0, max(0.05, 1.15 * max(ends)))
+    axes.set(xlim=(-0.6, len(labels) - 0.4), ylim=(0, max(0.05, 1.15 * max(ends))))
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=None))
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
     _plain(axes)
@@ -81,8 +80,8 @@ def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]
         axes.hist(values, bins, histtype="stepfilled", color=colour, alpha=0.45, label=name)
         axes.hist(values, bins, histtype="step", color=colour, linewidth=1.4)
         axes.axvline(float(values.mean()), color=colour, linewidth=1.2, linestyle=(0, (4, 2)))
-    axes.set_xlabel("tokens a response (a problem's mean; dashed: mean of all)")
-    axes.set_ylabel("problems")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set(xlabel="tokens a response (a problem's mean; dashed: mean of all)", ylabel="problems")
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.set_ylim(top=1.18 * axes.get_ylim()[1])  # room for the legend
     _plain(axes)
@@ -137,17 +136,14 @@ def overoptimisation(steps: Overoptimisation) -> str:
 
 def _plain(axes: Axes) -> None:
     """Give axes the page's look, whatever style the process has set."""
-    axes.set_facecolor("none")
-    axes.set_axisbelow(True)
+    axes.set(facecolor="none", axisbelow=True)
     axes.grid(visible=False)
     axes.grid(axis="y", color=_FAINT, linewidth=0.9)
     axes.tick_params(length=0, labelsize=9, labelcolor=_TEXT)
     for side, spine in axes.spines.items():
-        spine.set_visible(side == "bottom")
-        spine.set_color("#c3c9d4")
+        spine.set(visible=side == "bottom", color="#c3c9d4")
     for label in (axes.xaxis.label, axes.yaxis.label):
-        label.set_fontsize(9)
-        label.set_color(_TEXT)
+        label.set(fontsize=9, color=_TEXT)
 
 
 def _to_svg(figure: Figure, name: str) -> str:

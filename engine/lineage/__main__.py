@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from rich.tree import Tree
 
 from engine.console import command_line, say
 from engine.lineage.audit import Audit, audit
-from engine.lineage.compare import ArtifactComparison, MetricChange, compare, lines
+from engine.lineage.compare import ArtifactComparison, MetricChange, compare, cut_digests, lines
 from engine.lineage.graph import ArtifactNode, Edge, Graph
 from engine.lineage.lookup import Review, review
 from engine.lineage.page import render_page
@@ -69,12 +68,9 @@ def label(node: ArtifactNode, part: str = "", repeated: bool = False) -> str:
     if manifest is None:
         aliases = node.facts.get("aliases", "")
         return head + (f" [green]@{_shown(aliases)}[/green]" if aliases else "") + f" {uri}"
-    version, dash, mark = manifest.code_version.partition("-")
-    if re.fullmatch("[0-9a-f]{40}", version):  # a git commit, which may be marked as -dirty
-        version = version[:10]
     facts = [
         f"{manifest.created_at:%Y-%m-%d %H:%M}",
-        f"code {version}{dash}{mark}",
+        f"code {cut_digests(manifest.code_version)}",
         f"config {manifest.config_digest[:12]}",
         *([f"run {manifest.mlflow_run[:12]}"] if manifest.mlflow_run else []),
         *([f"signed by {manifest.signed.key[:12]}"] if manifest.signed else []),

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,11 @@ def _read_table(name: str, data: bytes) -> tuple[list[str], Counter[str]]:
 
 def _digest(row: object) -> str:
     return hashlib.sha256(json.dumps(row, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def cut_digests(text: str) -> str:
+    """Return a text with its SHA-1 and SHA-256 digests cut to 12 characters."""
+    return re.sub(r"\b([0-9a-f]{12})([0-9a-f]{28}|[0-9a-f]{52})\b", r"\1", text)
 
 
 ABSENT = "—"

@@ -29,6 +29,7 @@ BOX_WIDTH, BOX_HEIGHT = 206, 52  # pixels
 LAYER_GAP, ROW_GAP, LINE_GAP = 60, 20, 12
 MARGIN = 16
 SWEEPS = 12
+_svg_number = "{:.7g}".format
 
 Line = tuple[str, str]
 Point = tuple[float, float]
@@ -165,10 +166,6 @@ def _svg_path(points: Sequence[Point]) -> str:
     return path
 
 
-def _svg_number(value: float) -> str:
-    return f"{value:.1f}".rstrip("0").rstrip(".")
-
-
 def _box_texts(node: ArtifactNode) -> tuple[str, str]:
     """Return the two lines of a box, of 24 and 28 characters at most."""
     when = f" · {node.created_at:%m-%d %H:%M}" if node.created_at else ""
@@ -201,12 +198,11 @@ def render_page(
     notes: dict[str, list[str]] = defaultdict(list)
     for finding in audit.findings if audit else ():
         (faults if finding.is_fault else notes)[finding.key].append(finding.text)
-    marks = {key: "fault" if faults.get(key) else "" for key in graph.nodes}
+    marks: dict[str, str] = {}
     for key, node in graph.nodes.items():
-        if node.missing:
-            marks[key] = "missing"
-            if node.missing not in faults[key]:
-                faults[key].append(node.missing)
+        if node.missing and node.missing not in faults[key]:
+            faults[key].append(node.missing)
+        marks[key] = "missing" if node.missing else "fault" if faults[key] else ""
     if comparison is not None:
         title = f"{comparison.before.name} and {comparison.after.name}: what differs"
     elif review.starts:

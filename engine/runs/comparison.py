@@ -10,7 +10,7 @@ from engine.errors import DataError
 from engine.evaluation import plots
 from engine.evaluation.comparability import incomparable
 from engine.evaluation.metrics import Interval, mean_interval, paired_interval
-from engine.lineage.compare import ABSENT
+from engine.lineage.compare import ABSENT, cut_digests
 from engine.runs.sources import Curve, RecordedRun
 from engine.samples.sample_files import VALIDATION
 
@@ -70,7 +70,7 @@ def compare(runs: Sequence[RecordedRun], patterns: Sequence[str] = SHOWN) -> Run
     seen = [run.name for run in runs]
     names = [f"{n} ({seen[:i].count(n) + 1})" if n in seen[:i] else n for i, n in enumerate(seen)]
     keys = sorted(set[str]().union(*(run.settings for run in runs)))
-    sides = {key: [run.settings.get(key, ABSENT) for run in runs] for key in keys}
+    sides = {key: [_setting(run, key) for run in runs] for key in keys}
     known = dict.fromkeys(name for run in runs for name in run.metrics)
     metrics = dict.fromkeys(n for pattern in patterns for n in known if fnmatch(n, pattern))
     if not metrics and patterns is not SHOWN:
@@ -83,6 +83,12 @@ def compare(runs: Sequence[RecordedRun], patterns: Sequence[str] = SHOWN) -> Run
         {metric: [run.metrics.get(metric, {}) for run in runs] for metric in metrics},
         {name: _pair(runs[0], run) for name, run in list(zip(names, runs, strict=True))[1:]},
     )
+
+
+def _setting(run: RecordedRun, name: str) -> str:
+    """Return a setting with its digests cut; of one in a section that is empty there, `{}`."""
+    sections = (name.rsplit(".", n)[0] for n in range(name.count(".") + 1))
+    return cut_digests(next((run.settings[s] for s in sections if s in run.settings), ABSENT))
 
 
 def _pair(first: RecordedRun, other: RecordedRun) -> PairedGain | str:

@@ -90,11 +90,14 @@ def _of_artifact(place: str) -> RecordedRun:
     evaluations = sorted(evaluations, key=lambda node: str(node.created_at))[-1:]
     above = [edge for node in evaluations for edge in graph.parents(node.key)]
     policy = next((graph.nodes[edge.parent] for edge in above if edge.name == "policy"), start)
-    code = policy.manifest.code_version if policy.manifest else ""
-    settings: dict[str, object] = {"code": re.sub("([0-9a-f]{10})[0-9a-f]{30}", r"\1", code)}
+    settings: dict[str, Any] = {"code": policy.manifest.code_version if policy.manifest else ""}
     for node in (*evaluations, policy, *graph.ancestors(policy.key)):
         settings = {**flatten(node.draft.config), **settings}
-        settings |= {node.kind: node.digest[:12]} if node.kind in ("source", "dataset") else {}
+        settings |= {node.kind: node.digest} if node.kind in ("source", "dataset") else {}
+    settings.setdefault("model.path", settings.pop("model_path", ""))
+    for audit in settings.pop("reward_audit", []):
+        verdict = "passed" if audit["passed"] else f"holes: {', '.join(audit['holes'])}"
+        settings[f"reward_audit.{audit['scorer']}"] = verdict
     steps = read_policy_steps(local_path(policy.uri))
     metrics = _curves([] if steps is None else steps.rows.to_dict("records"))
     run = RecordedRun(policy.name, place, parameters(settings), metrics)
@@ -108,7 +111,8 @@ def _of_artifact(place: str) -> RecordedRun:
 
 def _of_folder(place: str) -> RecordedRun:
     """Read what a command line leaves: a checkpoint, metrics.jsonl, and samples of rollouts."""
-    states = (_read_json(f"{path.parent}/state.json") for path in _markers(Path(place))[-1:])
+    newest = _markers(Path(place))[-1:]
+    states = (_read_json(f"{path.parent}/state.json") for path in newest)
     state: dict[str, Any] = next((values[0]["values"] for values in states if values), {})
     metrics = _read_json(f"{place}/{FILE}") or state.get("history", [])
     answers, asked = _last_validation(SampleFolder(f"{place}/{FOLDER}"))
@@ -117,7 +121,10 @@ def _of_folder(place: str) -> RecordedRun:
             f"{place} is no run: it has no {SUMMARY}, {MANIFEST}, checkpoints, {FILE} or {FOLDER}; "
             "give what `python -m engine.runs` shows, an artifact, or an MLflow id"
         )
-    settings = state.get("settings", {}) | {"model": state.get("policy", {}).get("model", "")}
+    loader = state.get("prompts", {}).get("loader", {})
+    settings = {f"data.{k}": v for k, v in loader.items() if k in ("train_files", "rows", "digest")}
+    settings |= {"steps": newest[0].parent.name.removeprefix("step_")} if newest else {}
+    settings |= state.get("settings", {}) | {"model.path": state.get("policy", {}).get("model", "")}
     name, texts = "/".join(place.split("/")[-2:]), parameters(settings)
     return RecordedRun(name, place, texts, _curves(metrics), answers, asked)
 

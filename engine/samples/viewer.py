@@ -25,6 +25,7 @@ MAX_TOKENS = 300_000  # of a page
 MAX_TOKENS_A_ROW = 1024
 MAX_TOKENS_AN_EPISODE = 4096
 MAX_POINTS = 400  # of a curve
+MODEL_STEP = "final/step"  # metric of a finished run: the step of the model that it hands over
 # Characters with a meaning in HTML or JavaScript; in JSON's strings they have escapes.
 _ESCAPES = str.maketrans({c: f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"})
 
@@ -82,10 +83,11 @@ class PageData:
     def as_json(self) -> str:
         """The data as JSON that may stand in a script element of HTML."""
         samples = ",".join(self._shown[name].text for name in sorted(self._shown))
-        curves = {name: _points(*self._curves[name]) for name in sorted(self._curves)}
-        curves.pop("step", None)
-        left_out = len(self) - len(self._shown)
-        return f'{{"leftOut":{left_out},"curves":{_json(curves)},"samples":[{samples}]}}'
+        curves = {name: _points(*self._curves[name]) for name in sorted({*self._curves} - {"step"})}
+        ends, models = curves.pop(MODEL_STEP, [[-1], [None]])
+        model = models[-1] if ends[-1] == max((n.step for n in self._shown), default=0) else None
+        facts = {"leftOut": len(self) - len(self._shown), "model": model, "curves": curves}
+        return f'{_json(facts)[:-1]},"samples":[{samples}]}}'
 
     def _thin(self) -> bool:
         """Leave out every second sample of the split that has most; False where none can go."""

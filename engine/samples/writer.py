@@ -28,7 +28,7 @@ from engine.batch import Batch
 from engine.errors import EngineError
 from engine.samples import sample_files
 from engine.samples.sample_files import TOKEN_VALUES, Metrics, SampleFolder, SampleName
-from engine.samples.viewer import PageData, render_page, run_name
+from engine.samples.viewer import MODEL_STEP, PageData, render_page, run_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -242,7 +242,7 @@ OnFile = Callable[[Path], None]  # a file that was written, under its own name
 OnPage = Callable[[str], None]  # the page as HTML
 
 
-class RolloutLog:
+class RolloutLog(contextlib.AbstractContextManager["RolloutLog"]):
     """Samples every `every` steps, the first and the last one; a context manager.
 
     A thread of its own writes them: the methods that begin with `_on_thread` run there.
@@ -266,6 +266,7 @@ class RolloutLog:
         `on_page`.
         """
         self.every, self.rows, self.last_step = every, rows, last_step
+        self.model_step = 0.0  # of the model that the run hands over, once it does
         self._picked: list[Sample] = []
         self._uri, self._previous = str(folder), previous
         self._load_tokenizer = load_tokenizer
@@ -308,9 +309,6 @@ class RolloutLog:
         self._thread.join(max(0.0, end - time.monotonic()))
         if self._thread.is_alive():
             log.warning("the last samples of rollouts may be missing: %s is too slow", self._uri)
-
-    def __enter__(self) -> RolloutLog:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -370,9 +368,15 @@ class RolloutLog:
             self._hand_over({name.file: folder.read_bytes(name.file)})
 
     def _on_thread_finish(self) -> None:
+        """Write the page, with the model's step, which the last sample records."""
+        folder = SampleFolder(self._uri)
+        for name in folder.names()[-1:] if self.model_step else ():
+            table, metrics = folder.read(name)
+            marked = {"step": float(name.step), MODEL_STEP: self.model_step}
+            folder.write_bytes(name.file, sample_files.as_bytes(table, [*metrics, marked]))
+            self._add(name, table[:0], [marked])
         if len(self._data):
-            page = self._write_page(SampleFolder(self._uri))
-            self._hand_over({sample_files.PAGE: page.encode()})
+            self._hand_over({sample_files.PAGE: self._write_page(folder).encode()})
 
     def _add(self, name: SampleName, table: pa.Table, metrics: Sequence[Metrics]) -> None:
         self._data.add(name, table, metrics)

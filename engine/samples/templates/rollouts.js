@@ -57,7 +57,7 @@
       drawCurves();
       remember();
     };
-    find(".curves").replaceChildren(...figures(data.curves, marks, state.curve, choose));
+    find(".curves").replaceChildren(...figures(data.curves, marks, data.model, state.curve, choose));
   }
 
   function chosen() {
@@ -233,7 +233,8 @@
     const box = make("section", "step");
     const rows = ordered(sample, others);
     const split = sample.split === "validation" ? ", validation (greedy)" : "";
-    box.append(make("h2", "", `Step ${sample.step}${split}`), summary(sample, rows));
+    const model = sample.step === data.model ? ", the model's step" : "";
+    box.append(make("h2", "", `Step ${sample.step}${split}${model}`), summary(sample, rows));
     const show = (from, to) => {
       rows.slice(from, to).forEach((row, i) => {
         box.append(card(sample, row, rows[from + i - 1], value, full));
@@ -298,7 +299,8 @@
 
   const state = { curve: "" };
   const about = data.leftOut ? ` · ${data.leftOut} samples between these are in Parquet only` : "";
-  find(".about").textContent = about;
+  const model = data.model === null ? "" : ` · ○ the model is that of step ${data.model}`;
+  find(".about").textContent = model + about;
   if (!data.samples.length) {
     drawCurves();
     find(".steps").append(make("p", "banner", "There is no sample yet."));
@@ -306,7 +308,9 @@
   }
   data.samples.forEach((sample) => sample.rows.forEach(prepare));
   const names = data.samples.map(key);
-  const title = (name) => name.replace("train ", "").replace(/^validation (.*)/, "$1 (validation)");
+  const title = (name) =>
+    name.replace("train ", "").replace(/^validation (.*)/, "$1 (validation)") +
+    (sampleOf(name).step === data.model ? " ○" : "");
   names.forEach((name) => fields.step.append(new Option(title(name), name)));
   fields.other.append(new Option("–", ""));
   names.forEach((name) => fields.other.append(new Option(title(name), name)));

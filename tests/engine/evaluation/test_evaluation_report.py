@@ -10,6 +10,7 @@ import pytest
 from browser import browser, find_chromium
 
 from engine.errors import DataError
+from engine.evaluation import plots
 from engine.evaluation.report_page import Link, Verdict, render_report
 from engine.evaluation.summary import Statistics, compare_sets, summarise
 
@@ -122,6 +123,14 @@ def test_letters_of_a_picture_are_readable_on_a_phone(render):
     widths = [float(w) for w in re.findall(r'<svg [^>]*viewBox="0 0 ([0-9.]+) ', page)]
     assert len(widths) == 2 + len(curves)
     assert all(8 * 358 / width > 8.5 for width in widths)
+
+
+def test_short_responses_are_counted_in_whole_tokens(monkeypatch):
+    ticks = []
+    keep = lambda figure, name: ticks.extend(figure.axes[0].get_xticks()) or ""  # noqa: E731
+    monkeypatch.setattr(plots, "_to_svg", keep)
+    plots.length_histogram([2.0, 2.5, 3.0], [3.0, 3.5, 4.0], ("before", "after"))
+    assert ticks == [int(tick) for tick in ticks]
 
 
 def test_tables_show_that_they_scroll(plain):

@@ -389,6 +389,23 @@ def test_graphs_of_any_size_show_their_focus(page: Page, tmp_path: Path, nights:
 
 
 @needs_browser
+def test_a_phone_scrolls_the_table_of_nodes_and_breaks_no_name(page: Page, tmp_path: Path) -> None:
+    page.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=400, height=800, deviceScaleFactor=1, mobile=True,
+    )  # fmt: skip
+    try:
+        show(page, tmp_path, make_run(tmp_path).rl)
+        assert page.run("document.scrollingElement.scrollWidth <= innerWidth") is True
+        assert page.run("document.querySelector('.hint').offsetHeight > 0") is True
+        names = "[...document.querySelectorAll('.nodes a')]"
+        assert page.run(f"{names}.length") == 5
+        assert page.run(f"Math.max(...{names}.map(a => a.getClientRects().length))") == 1
+    finally:
+        page.call("Emulation.clearDeviceMetricsOverride")
+
+
+@needs_browser
 def test_without_a_script_all_details_are_there(page: Page, tmp_path: Path) -> None:
     page.call("Emulation.setScriptExecutionDisabled", value=True)
     try:

@@ -83,6 +83,9 @@ def test_a_run_is_read_from_its_folder(home: Path) -> None:
     run = read_run("p/fast")
     assert (run.name, run.place) == ("p/fast", str(folder(home, "fast")))
     assert run.settings["rl.actor.optim.lr"] == "0.05"
+    files = f"[{home.parent / 'train.parquet'}]"
+    data = {"data.train_files": files, "data.rows": "16", "steps": "2"}
+    assert data.items() <= run.settings.items()
     lines = (folder(home, "fast") / "metrics.jsonl").read_text().splitlines()
     logged = {row["step"]: row["validation/reward"] for row in map(json.loads, lines)}
     assert run.metrics["validation/reward"] == logged
@@ -370,6 +373,32 @@ def test_a_workflow_is_read_by_its_summary(
     assert [row["reward"] for row in list_runs() if row["run"] == "w2"] == [0.2]
     with pytest.raises(DataError, match=r"was skipped \(no new data\)"):
         read_run("w3")
+
+
+def test_settings_are_read_as_a_person_would_write_them(artifacts: tuple[Path, Path]) -> None:
+    audit = {"scorer": "exact_match", "passed": True, "holes": [], "warnings": []}
+    foul = audit | {"passed": False, "holes": ["chain", "doubt"]}
+    first, second = (
+        read_run(str(evaluated(number, "1" * 8, reward_audit=[verdict])))
+        for number, verdict in ((4, audit), (5, foul))
+    )
+    key = "reward_audit.exact_match"
+    assert compare([first, second]).settings[key] == ["passed", "holes: chain, doubt"]
+    digest, columns = "0123456789ab" + "c" * 52, {"data.columns.prompt": "input"}
+    other = replace(first, settings=columns | {"start": digest, "data.rows": "3"})
+    none = replace(first, settings={"data.columns": "{}", "start": "", "data.digest": "0"})
+    assert compare([none, other]).settings == {
+        "data.columns.prompt": ["{}", "input"], "start": ["", digest[:12]]
+    }  # fmt: skip
+
+
+def test_a_page_without_a_gain_raises_no_alarm(artifacts: tuple[Path, Path]) -> None:
+    first = read_run(str(artifacts[0]))
+    page = compare([first, RecordedRun("none", "here", {}, {})]).as_page()
+    body = page.partition("</style>")[2]
+    assert '<p class="verdict"><b>none can' in body
+    assert "declined" not in body
+    assert "paired gain" not in body
 
 
 def test_what_two_evaluations_do_not_share_is_said(artifacts: tuple[Path, Path]) -> None:

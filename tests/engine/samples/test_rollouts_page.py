@@ -47,6 +47,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
             log.rollouts("train", step, batch)
             history.append({"step": float(step), "reward/mean": step / 10, "a<b>": 1.0})
             log.step_done(history)
+        log.model_step = 5.0
     return page_of(SampleFolder(folder))
 
 
@@ -85,6 +86,16 @@ def test_the_last_step_is_shown_and_others_can_be_reached(page: Page, file: Path
     choose(page, "step", "train 1")
     assert "four at 1" in answers(page)
     assert page.run("document.querySelectorAll('.curves svg polyline').length") == 2
+
+
+@needs_browser
+def test_the_step_of_the_model_is_marked(page: Page, file: Path) -> None:
+    page.open(file)
+    assert page.run("document.querySelector('.about').textContent").endswith("that of step 5")
+    assert page.run("document.querySelector('[name=step]').options[1].text") == "5 ○"
+    assert page.run("document.querySelectorAll('svg circle.model').length") == 2
+    choose(page, "step", "train 5")
+    assert page.run("document.querySelector('.step h2').textContent").endswith("the model's step")
 
 
 @needs_browser
@@ -158,7 +169,7 @@ def test_what_was_chosen_survives_a_new_page(page: Page, file: Path) -> None:
     choose(page, "step", "train 5")
     choose(page, "colour", "gap")
     page.reload()
-    assert page.run("document.querySelector('.step h2').textContent") == "Step 5"
+    assert page.run("document.querySelector('.step h2').textContent").startswith("Step 5")
     assert page.run("document.querySelector('[name=colour]').value") == "gap"
 
 

@@ -32,6 +32,7 @@ from engine.samples.sample_files import (
     copy_samples,
     find_samples,
 )
+from engine.samples.viewer import page_of
 from engine.samples.writer import RolloutLog, TokenTexts, as_table, pick, prompt_text
 
 STEPS = 25
@@ -97,6 +98,26 @@ def test_the_first_step_every_tenth_and_the_last_are_sampled(tmp_path: Path) -> 
     assert files(tmp_path / "rollouts") == EXPECTED_FILES
     assert recorded_steps(tmp_path / "rollouts") == list(range(1, STEPS + 1))
     assert ("validation", 20) in page_steps(tmp_path / "rollouts")
+
+
+def test_the_page_marks_the_step_of_the_model_until_the_run_goes_on(tmp_path: Path) -> None:
+    def model() -> object:
+        return re.search(r'"model":([^,]+),', page_of(SampleFolder(tmp_path)))[1]  # type: ignore[index]
+
+    history: list[dict[str, float]] = []
+    with make(tmp_path) as log:
+        train(log, range(1, 21), history)
+    assert model() == "null"
+    with make(tmp_path) as log:
+        log.resumed(20)
+        log.model_step = 10.0
+    assert model() == "10.0"
+    assert '"model":10.0' in (tmp_path / "rollouts.html").read_text()
+    assert recorded_steps(tmp_path) == [*range(1, 21), 20], "and metrics stay"
+    with make(tmp_path, last_step=30) as log:
+        log.resumed(20)
+        train(log, range(21, 31), history)
+    assert model() == "null"
 
 
 def test_0_turns_it_off(tmp_path: Path) -> None:
