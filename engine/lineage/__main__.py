@@ -72,9 +72,9 @@ def label(node: ArtifactNode, part: str = "", repeated: bool = False) -> str:
         f"{manifest.created_at:%Y-%m-%d %H:%M}",
         f"code {cut_digests(manifest.code_version)}",
         f"config {manifest.config_digest[:12]}",
-        *([f"run {manifest.mlflow_run[:12]}"] if manifest.mlflow_run else []),
+        *([f"MLflow run {manifest.mlflow_run[:12]}"] if manifest.mlflow_run else []),
         *([f"signed by {manifest.signed.key[:12]}"] if manifest.signed else []),
-        *(f"{name}={value:.4g}" for name, value in list(manifest.metrics.items())[:4]),
+        *(f"{name}={value:.6g}" for name, value in list(manifest.metrics.items())[:4]),
     ]
     return f"{head} {uri}\n{_shown(' · '.join(facts))}"
 

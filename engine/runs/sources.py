@@ -111,9 +111,7 @@ def _of_artifact(place: str) -> RecordedRun:
 
 def _of_folder(place: str) -> RecordedRun:
     """Read what a command line leaves: a checkpoint, metrics.jsonl, and samples of rollouts."""
-    newest = _markers(Path(place))[-1:]
-    states = (_read_json(f"{path.parent}/state.json") for path in newest)
-    state: dict[str, Any] = next((values[0]["values"] for values in states if values), {})
+    state = _newest_state(Path(place))
     metrics = _read_json(f"{place}/{FILE}") or state.get("history", [])
     answers, asked = _last_validation(SampleFolder(f"{place}/{FOLDER}"))
     if not (state or metrics or asked):
@@ -123,7 +121,7 @@ def _of_folder(place: str) -> RecordedRun:
         )
     loader = state.get("prompts", {}).get("loader", {})
     settings = {f"data.{k}": v for k, v in loader.items() if k in ("train_files", "rows", "digest")}
-    settings |= {"steps": newest[0].parent.name.removeprefix("step_")} if newest else {}
+    settings |= {"steps": state["step"]} if state else {}
     settings |= state.get("settings", {}) | {"model.path": state.get("policy", {}).get("model", "")}
     name, texts = "/".join(place.split("/")[-2:]), parameters(settings)
     return RecordedRun(name, place, texts, _curves(metrics), answers, asked)
@@ -233,18 +231,26 @@ def _folders() -> Iterator[dict[str, Any]]:
             row["steps"] = int(made.get("final/last_step", 0)) or None
             yield row | {"state": "skipped" if "skipped" in summary else "finished"}
     for folder in home().glob("checkpoints/*/*/"):
-        markers = [marker for path in _markers(folder)[-1:] for marker in _read_json(str(path))]
-        if markers or (folder / FOLDER).is_dir():
+        state = _newest_state(folder)
+        if state or (folder / FOLDER).is_dir():
             run_id = "".join(path.read_text() for path in folder.glob("checkpoints/mlflow_run"))
-            metrics, steps = (markers[0][key] if markers else None for key in ("metrics", "step"))
-            row = _row("/".join(folder.parts[-2:]), folder.stat().st_mtime, metrics or {}, run_id)
-            yield row | {"steps": steps}
+            last = {
+                name: value for step in state.get("history", []) for name, value in step.items()
+            }
+            row = _row("/".join(folder.parts[-2:]), folder.stat().st_mtime, last, run_id)
+            yield row | {"steps": state.get("step")}
 
 
 def _row(run: str, updated: float, metrics: Mapping[str, Any], run_id: str) -> dict[str, Any]:
     when = f"{datetime.fromtimestamp(updated, UTC):%Y-%m-%d %H:%M}"
     row = {"run": run, "updated": when, "state": "", "steps": None, "mlflow_run": run_id}
     return row | {key: metrics.get(name) for key, name in LISTED.items()}
+
+
+def _newest_state(folder: Path) -> dict[str, Any]:
+    """Return what the newest checkpoint of a command line's folder has recorded; {} without one."""
+    states = (_read_json(f"{path.parent}/state.json") for path in _markers(folder)[-1:])
+    return next((values[0]["values"] for values in states if values), {})
 
 
 def _markers(folder: Path) -> list[Path]:

@@ -433,7 +433,7 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
     }
     places = {  # to be copied, so that no column may break them
         "model": display_path(folders[POLICY]),
-        "report (Deck)": display_path(Path(facts["report"])),
+        "report": display_path(Path(facts["report"])),
         "summary": display_path(path),
         "MLflow run": f"{facts['mlflow']['run_id']} in {facts['mlflow']['experiment']!r}",
         "MLflow UI": facts["mlflow"]["url"]

@@ -71,7 +71,7 @@ _plain = []
 
 def test_page_tells_the_numbers(render):
     text = Page(render(facts={"run": "r-17"})).text
-    assert "The RL model can't be told from the warm start" in text
+    assert "No clear difference between the RL model and the warm start" in text
     assert "6 held-out problems: 3 fixed, 1 broken" in text
     assert "r-17" in text
     assert "33.3 %" in text  # pass@1 before
