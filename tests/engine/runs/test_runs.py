@@ -94,6 +94,15 @@ def test_a_run_is_read_from_its_folder(home: Path) -> None:
     assert list(run.answers["correct"]) == list(validation(home, "fast")["correct"].astype(float))
 
 
+def test_a_finished_run_s_samples_name_the_step_of_its_model(home: Path) -> None:
+    page = (folder(home, "fast") / "rollouts" / "rollouts.html").read_text()
+    (row,) = SampleFolder(folder(home, "fast") / "rollouts").read(SampleName(2, "validation"))[1][
+        -1:
+    ]
+    assert f'"model":{row["final/step"]},' in page
+    assert row["final/step"] in (1, 2)
+
+
 def test_settings_and_steps_without_a_metrics_file_are_in_the_checkpoint(
     home: Path, tmp_path: Path
 ) -> None:
