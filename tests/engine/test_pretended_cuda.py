@@ -117,7 +117,7 @@ def test_trainers_and_checkpoints_work_on_it(library: Path) -> None:
 GPU_PROOF = {
     "engines": "native",
     "tests": "tests/engine/runtime/test_gpu.py,tests/engine/rollout/test_vllm_options_gpu.py",
-    "pieces": "ceilings,update,decode,switch,memory,nccl,health,tests",
+    "pieces": "ceilings,update,decode,switch,sharded,qlora,memory,nccl,health,tests",
     "patience": 5,
     "limit-s": 850,
 }
@@ -147,7 +147,8 @@ def test_gpu_proof_reports_what_it_measures_and_why_the_rest_failed(
     assert report["machine"]["device"] == "pretended"
     pieces = {piece["name"]: piece for piece in report["pieces"]}
     failed = {name for name, piece in pieces.items() if piece["cause"]}
-    assert failed == {"nccl", "health"}, said
+    assert failed == {"qlora", "nccl", "health"}, said
+    assert "CPU-only version of bitsandbytes" in pieces["qlora"]["cause"]
     assert "PyTorch is a cpu build, cuda is expected" in pieces["health"]["cause"]
     assert "this PyTorch has no NCCL" in pieces["nccl"]["cause"]
     found = {figure["what"]: figure["value"] for p in pieces.values() for figure in p["figures"]}
@@ -155,6 +156,7 @@ def test_gpu_proof_reports_what_it_measures_and_why_the_rest_failed(
     assert found["1M native, switch to reload"] > 1
     assert found["1M native-graphs, 2 × 4"] > 0
     assert found["1M update, short rows"] > 0
+    assert found["1M as rank 0 of fsdp 8, peak memory"] > 0
     assert found["tests marked gpu, passed"] >= 8
     assert {what for what in found if what.endswith("planned over peak")} == {
         f"1M {phase}, planned over peak" for phase in ("loading", "training", "rollout")

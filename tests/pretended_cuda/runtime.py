@@ -113,6 +113,7 @@ def install() -> None:
         "max_memory_reserved": lambda _=None: device.memory_peak(),
         "reset_peak_memory_stats": lambda _=None: device.forget_peak(),
         "mem_get_info": lambda _=None: (TOTAL - device.memory_in_use(), TOTAL),
+        "set_per_process_memory_fraction": lambda fraction, _=None: None,
         "manual_seed": draws.manual_seed,
         "manual_seed_all": draws.manual_seed,
         "get_rng_state": lambda _=None: draws.get_state(),
