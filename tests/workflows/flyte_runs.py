@@ -46,7 +46,7 @@ TINY: dict[str, Any] = {
 SECRET = "hunter2hunter2"
 OURS = re.compile(
     r"Running Execution on local\.|run \d{8}-\d{6}-\w{4}: |(dataset|sft|reward_audit|rl|evaluation"
-    r"|evaluate|promotion|preprocess|model|report \(Deck\)|summary|MLflow (run|UI)|lineage): "
+    r"|evaluate|promotion|preprocess|model|report|summary|MLflow (run|UI)|lineage): "
     r"|rl +\d+/\d+ · |RLHF run |[┏┃┡│└]|Both models are near 0|/.*/summary\.json$"
 )
 BY_DEFAULT = {"rl": {"trainer": {"placement": ""}}}

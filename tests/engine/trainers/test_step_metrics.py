@@ -81,7 +81,7 @@ def test_a_run_tells_once_of_a_signal(capsys: pytest.CaptureFixture[str]) -> Non
     tags = Tags()
     log, history = RunLog(tags, step_lines=False), []  # type: ignore[arg-type, var-annotated]
     for step in range(1, 31):
-        row = {"reward/mean": step / 30, "reward/correct": step / 30, "validation/correct": 0.5}
+        row = {"reward/mean": step / 30, "reward/correct": step / 30, "validation/correct": 0.0}
         row |= {"validation/reward": 0.5}
         metrics = row | drift.metrics([*history, row])
         log.step(step, 30, metrics, history)

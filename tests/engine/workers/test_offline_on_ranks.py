@@ -42,7 +42,7 @@ from engine.data.training_examples import (
 from engine.models import load_model, load_policy_model
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel
-from engine.trainers.offline import SFTExample, SFTTrainer, collate_examples
+from engine.trainers.offline import SFTExample, SFTTrainer, collate_examples, run_settings
 from engine.workers.actor import ActorWorker
 from engine.workers.frozen_models import ReferenceWorker
 from engine.workers.role import WorkerContext
@@ -193,7 +193,10 @@ def test_it_goes_on_from_two_copies_in_one_process_and_then_on_two_shards(
     draft = store.begin(2)
     draft.roles = {"sft": 2}
     run_ranks(2, ranks_begin, folder, draft.folder, {"dp": 2}, batches[:2])
-    draft.state = {"settings": whole._settings(len(rows)), "metrics": {}}
+    draft.state = {
+        "settings": run_settings(whole.config, whole.seed, whole.start, len(rows)),
+        "metrics": {},
+    }
     store.commit(draft)
 
     alone = trainer(save_freq=2, max_checkpoints_to_keep=3)
