@@ -92,7 +92,7 @@ def between(spans: list[Span], role: str, name: str) -> list[Span]:
 
 def together(first: list[Span], second: list[Span]) -> int:
     """How many pairs of spans were under way at one moment, in different processes."""
-    return sum(a.overlaps(b) for a in first for b in second)
+    return sum(a.start_ns < b.end_ns and b.start_ns < a.end_ns for a in first for b in second)
 
 
 @needs_sources

@@ -117,7 +117,9 @@ def test_a_lost_rollout_worker_is_replaced_and_no_prompt_is_lost(
         assert len(history) == 10
         assert rollouts[0].restarts == 1
         assert re.search(cause, rollouts[0].causes[0])
-        state.check()  # no prompt lost or doubled
+        left = [*state.resample, *state.in_flight, *(group.ticket.key for group in state.queue)]
+        assert len(set(left)) == len(left)  # no prompt doubled, and none lost
+        assert state.drawn == state.consumed + state.rejected + len(left)
         assert state.consumed == 40
         assert max(metrics["staleness/max"] for metrics in history) <= 1
     deadline = time.monotonic() + 20
