@@ -225,6 +225,10 @@ def _train(
         return folder
     trained = rl_run.train_policy(run, log)
     say(f"rl: done, {len(log.rewards)} steps in {human_time(time.monotonic() - started)}")
+    if log.rewards and not any(log.rewards):
+        say(
+            f"rl: every reward was 0, so nothing was learned; see python -m engine.samples {folder}"
+        )
     for name, values in (("reward", log.rewards), ("validation", log.validations)):
         if values:
             say(f"  {name:<10}  {values[0]:.3f} → {values[-1]:.3f}")

@@ -36,7 +36,7 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
     lines = [
         f"placement: auto found {plan.cluster}",
         f"  chosen  {chosen.candidate}{ranks if allocation.ranks > 1 else ''}{pinned}",
-        f"  memory  {_gib(chosen):.2f} of {allocation.memory / GIB:.2f} GiB a rank, most in "
+        f"  memory  {rank_gib(chosen):.2f} of {allocation.memory / GIB:.2f} GiB a rank, most in "
         f"{chosen.memory.when}: {peak_parts(chosen)}"
         + (f"; rollout with {chosen.rollout_memory}" if chosen.rollout_memory else ""),
         f"  why     {why}",
@@ -49,9 +49,11 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
 def explain_memory(chosen: PricedCandidate, most: PricedCandidate) -> str:
     """Return what was chosen for a GPU whose layout is set, and what `most` would have taken."""
     of = f"of {chosen.allocation.memory / GIB:.1f} GiB a GPU by the planner's estimate"
-    line = f"memory: {options_text(chosen)}: {_gib(chosen):.1f} {of}, most in {chosen.memory.when}"
+    line = (
+        f"memory: {options_text(chosen)}: {rank_gib(chosen):.1f} {of}, most in {chosen.memory.when}"
+    )
     if options_text(most) != options_text(chosen):
-        line += f"; {options_text(most)} would take {_gib(most):.1f}"
+        line += f"; {options_text(most)} would take {rank_gib(most):.1f}"
     return line if chosen.fits else f"{line}; {chosen.lacks} lacks memory, and may fail"
 
 
@@ -121,7 +123,7 @@ def peak_parts(priced: PricedCandidate) -> str:
     return ", ".join([*large, f"process {RUNTIME / GIB:.2f}"])
 
 
-def _gib(priced: PricedCandidate) -> float:
+def rank_gib(priced: PricedCandidate) -> float:
     """Return what the rank's memory must have for it, in GiB."""
     return (priced.memory.peak / USABLE + RUNTIME) / GIB
 
@@ -134,7 +136,7 @@ def _table(rows: Sequence[PricedCandidate]) -> list[str]:
         numbers = (c.layout, priced.allocation.ranks, c.rollout_tp, c.tokens, c.memory_options)
         seconds = (f"{value:.3g}" for value in _seconds(priced))
         lost = _lost(priced, rows[0])
-        cells.append((mark, *map(str, numbers), f"{_gib(priced):.2f}", *seconds, lost))
+        cells.append((mark, *map(str, numbers), f"{rank_gib(priced):.2f}", *seconds, lost))
     columns = list(zip(*cells, strict=True))
     for index, column in enumerate(columns):
         justify = str.ljust if index in (1, 5, 10) else str.rjust

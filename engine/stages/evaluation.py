@@ -414,7 +414,7 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
     cached = set(facts["cached"])
     times = ", ".join(
         f"{facts['trained_by'] if name == POLICY else name} "
-        f"{'cached' if name in cached else human_time(seconds)}"
+        f"{'unchanged' if name in cached else human_time(seconds)}"
         for name, seconds in facts["seconds"].items()
         if name != "total"
     )

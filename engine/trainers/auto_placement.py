@@ -26,7 +26,7 @@ from engine.models import MIXTURES, resolve_dtype, text_config
 from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import AXES, Experts, Layout, ModelShape
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
-from engine.planner.explain import options_text, peak_parts
+from engine.planner.explain import options_text, peak_parts, rank_gib
 from engine.planner.layout_search import BUDGET, PricedCandidate
 from engine.planner.memory import Memory, estimate
 from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of
@@ -493,7 +493,7 @@ def step_estimate(
     needed, price, decoding = priced.memory, priced.price, priced.price.rollout + priced.price.ahead
     verdict = "fits" if priced.fits else f"does not fit: {priced.lacks} needs more"
     lines = [
-        f"memory    {needed.peak / GIB:.2f} of {memory / GIB:.1f} GiB a rank at most, in "
+        f"memory    {rank_gib(priced):.2f} of {memory / GIB:.1f} GiB a rank at most, in "
         f"{needed.when}; {verdict}",
         f"          {peak_parts(priced)}; {options_text(priced)}",
         f"time      {price.total:.3g} s a step, roughly: training {price.compute:.3g}, between "
