@@ -107,7 +107,7 @@ def test_a_pre_empted_warm_start_is_tried_again_and_goes_on(
     args = list(registered.task("sft_stage").container.args)
     first, second, whole = struck_and_tried_again("sft", inputs, args, where, variables)
     step = assert_recoverable(first, "sft")
-    total = inputs.plan.sft.max_steps
+    total = inputs.plan.sft.config.max_steps
     assert 0 < step < total
     assert whole.steps("sft/loss") == list(range(1, total + 1)), whole.text
     assert second.steps("sft/loss") == list(range(step + 1, total + 1)), second.text
