@@ -129,7 +129,7 @@ def test_a_pre_empted_rl_run_is_tried_again_and_goes_on(
     args = list(registered.task("rl_stage").container.args)
     first, second, whole = struck_and_tried_again("rl", inputs, args, str(tmp_path), {})
     step = assert_recoverable(first, "rl")
-    total = inputs.plan.rl.trainer.total_training_steps
+    total = inputs.plan.rl.config.trainer.total_training_steps
     assert 0 < step < total
     assert done(second) == list(range(step + 1, total + 1)), second.text
     assert second.steps("reward/mean") == list(range(1, total + 1)), "the curve is whole"
