@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, ProcessGroupGloo
+from torch.distributed import BroadcastOptions, ProcessGroupGloo, Store
 
 from engine.errors import WeightSyncError
 from engine.rollout.vllm.engine_launch import unchanged
@@ -36,6 +36,7 @@ Done = Callable[[], bool]
 CPU = torch.device("cpu")
 CHUNK_BYTES = 256 << 20  # NCCL's full speed, and little of a sampler's memory
 _POLL_S, _CAUSE_S = 0.002, 0.1  # how often a wait looks for its end, and for a cause
+_CONNECT_S = 60.0  # for members that are all there to connect to each other
 
 
 class Communicator(NamedTuple):
@@ -43,9 +44,32 @@ class Communicator(NamedTuple):
     abort: Callable[[], object]
 
 
+class FormingStore(Store):
+    """A round's store while a communicator forms: its waits end with the round's cause.
+
+    One of torch's own waits in C++, and a process that ended meanwhile would abort.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def set(self, key: str, value: Any) -> None:
+        self._channel.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._channel.store.get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._channel.wait(lambda: self._channel.store.check(keys), self._channel.forming)
+
+
 def _gloo(channel: Channel) -> Communicator:
     round, wait = channel.round, timedelta(seconds=channel.round.deadline_s)
-    group: Any = ProcessGroupGloo(round.open_store(), channel.rank, round.size, wait)
+    connect = min(wait, timedelta(seconds=_CONNECT_S))
+    group: Any = ProcessGroupGloo(FormingStore(channel), channel.rank, round.size, connect)
+    group._set_default_timeout(wait)
     options = BroadcastOptions()
     options.rootRank = 0
 
@@ -69,7 +93,7 @@ def _nccl(channel: Channel) -> Communicator:
 
     round = channel.round
     with unpinned_nccl_env():
-        group = StatelessProcessGroup(channel.rank, round.size, round.open_store())
+        group = StatelessProcessGroup(channel.rank, round.size, FormingStore(channel))
         nccl = PyNcclCommunicator(group, channel.device)
     if nccl.disabled:
         raise WeightSyncError("vLLM finds no NCCL library; set trainer.weight_transfer=store")
@@ -125,10 +149,15 @@ class Channel:
 
     def form(self) -> Communicator:
         """Form the group's communicator, with all members at once."""
-        forming = on_daemon_thread(_nccl if self.round.backend == "nccl" else _gloo, self)
-        self.wait(forming.done, lambda: f"{self.round.size} ranks formed a group")
         with _as_sync_error():
+            if self.round.backend == "gloo":
+                return _gloo(self)
+            forming = on_daemon_thread(_nccl, self)  # NCCL has no deadline
+            self.wait(forming.done, self.forming)
             return forming.result()
+
+    def forming(self) -> str:
+        return f"{self.round.size} ranks formed a group"
 
     def start(self, communicator: Communicator, data: Tensor) -> Callable[[], None]:
         """Start to broadcast rank 0's `data`; what is returned waits for its end."""

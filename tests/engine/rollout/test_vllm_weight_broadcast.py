@@ -207,6 +207,35 @@ def test_a_process_that_dies_between_two_chunks_ends_the_round(group: Group) -> 
     assert all(call.result(timeout=20) for call in calls)
 
 
+FORMING = """
+import sys
+from engine.errors import WeightSyncError
+from engine.rollout.vllm.weight_broadcast import Member
+from engine.weight_transfer import BroadcastRound
+names = ("sampler0", "sampler1", "sampler1")
+round = BroadcastRound("127.0.0.1", int(sys.argv[1]), 1, 1, names, 0, "gloo", 1, 60.0)
+try:
+    Member().receive(round, 1, list)
+except WeightSyncError as error:
+    print(error, end="")
+"""
+
+
+def test_a_process_ends_cleanly_after_a_round_that_ended_while_its_group_formed(
+    group: Group,
+) -> None:
+    store = PrefixStore("round1", group.store)
+    store.set("joined0", "")
+    command = [sys.executable, "-c", FORMING, str(group.store.port)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        store.wait(["0/1"])  # its address, for the others
+        end_round(store, "sampler1: its process died")
+        out, err = process.communicate(timeout=30)  # not the 60 s of the round
+    assert (process.returncode, out, err) == (0, "sampler1: its process died", "")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.parametrize(
     ("family", "options"),
