@@ -175,8 +175,14 @@ def _as_sync_error() -> Iterator[None]:
         raise WeightSyncError(f"the broadcast failed: {error}") from error
 
 
+def _buffer(entries: list[BucketEntry], device: torch.device) -> Tensor:
+    """A chunk's bytes, in whole words."""
+    words = -(-entries[-1].end // 8) if entries else 0
+    return torch.empty(words, dtype=torch.int64, device=device).view(torch.uint8)
+
+
 def _sum(data: Tensor) -> int:
-    return int(data.sum(dtype=torch.int64))
+    return int(data.view(torch.int64).sum())  # 0.1 s/GiB on one CPU thread; of bytes it is 7 s
 
 
 class Member:
@@ -199,8 +205,7 @@ class Member:
             heads, wait_sent = list[str](), nothing
             for parts in chain(chunks(named, dtype, CHUNK_BYTES), [[]]):  # no parts: the end
                 entries = [entry for entry, _ in parts]
-                size = entries[-1].end if entries else 0
-                data = torch.empty(size, dtype=torch.uint8, device=channel.device)
+                data = _buffer(entries, channel.device)
                 for entry, tensor in parts:
                     entry.view(data).copy_(tensor)
                 wait_sent()
@@ -220,7 +225,7 @@ class Member:
                 entries, total = channel.receive_head(number)
                 if not entries:
                     break
-                data = torch.empty(entries[-1].end, dtype=torch.uint8, device=channel.device)
+                data = _buffer(entries, channel.device)
                 channel.start(communicator, data)()
                 if _sum(data) != total:
                     raise WeightSyncError(f"chunk {number} did not arrive as it was sent")
