@@ -56,8 +56,8 @@ def field(answer: Any, *path: str | int) -> Any:
         except (KeyError, IndexError, TypeError):
             where = ".".join(map(str, path))
             raise RolloutError(
-                f"the rollout server's answer has no {where}: {str(answer)[:300]}; see that "
-                f"rollout.server.api is its kind"
+                f"the rollout server's answer has no {where}: {str(answer)[:300]}; use a server "
+                "with OpenAI's API, such as vLLM's"
             ) from None
     return value
 
@@ -85,7 +85,6 @@ class OpenAIAPI:
     """One server's completions endpoint, for one model name."""
 
     def __init__(self, client: Client, settings: ServerConfig) -> None:
-        self.max_per_request = settings.completions_per_request
         self._client, self._configured_name = client, settings.served_model
         self.name = settings.served_model  # which `describe` finds out
 
@@ -121,9 +120,6 @@ class OpenAIAPI:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         computed = int(usage.get("prompt_tokens", len(request.prompt))) - int(cached)
         return [_drawn(choice, 0 if at else computed) for at, choice in enumerate(choices)]
-
-    def probe_prompt(self, vocabulary: int) -> list[int]:
-        return [vocabulary * share // 8 for share in (1, 3, 5, 7)]
 
     def _body(self, request: CompletionRequest) -> dict[str, object]:
         params = request.params

@@ -33,7 +33,7 @@ _CLOSING_S = 10.0  # for connections to close, and for the thread to end
 _ADDRESS = "give a path on the server, or an address such as http://10.0.0.7:9000/reload"
 _SHOWN = 300  # characters of a server's answer that a message repeats
 _KEY = "; name the variable with the server's key in {section}.api_key_env"
-_HINTS = {401: _KEY, 403: _KEY, 404: "; check {section}.url, the kind of API and the model's name"}
+_HINTS = {401: _KEY, 403: _KEY, 404: "; check {section}.url and the model's name"}
 _FAILURES: ContextVar[list[str]] = ContextVar("failures")  # of this work's requests so far
 
 

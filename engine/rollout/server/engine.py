@@ -179,7 +179,7 @@ class ServerEngine:
         self.stats = protocol.RolloutStats()
         self._guard = protocol.WeightGuard("server")
         with ExitStack() as undo:
-            self._servers = Servers(settings, model)
+            self._servers = Servers(settings)
             undo.callback(self._servers.close)
             self._servers.check(self._max_model_len)
             self._deliver(model, version=0)
@@ -213,10 +213,11 @@ class ServerEngine:
 
     def _probe(self, model: nn.Module, first: bool) -> None:
         """Compare servers' log-probs with the model's; of several, leave out one that differs."""
+        prompt = [self._vocabulary * share // 8 for share in (1, 3, 5, 7)]
+        prompt = prompt[: self._max_model_len - 1]
+        limit = min(_PROBE_TOKENS, self._max_model_len - len(prompt))
+        request = CompletionRequest(0, prompt, 0, 1, limit, 1, _PROBE_PARAMS)
         for server in self._servers.serving:
-            prompt = server.api.probe_prompt(self._vocabulary)[: self._max_model_len - 1]
-            limit = min(_PROBE_TOKENS, self._max_model_len - len(prompt))
-            request = CompletionRequest(0, prompt, 0, 1, limit, 1, _PROBE_PARAMS)
             try:
                 [drawn] = self._servers.run(partial(server.api.sample, request), "a probe")
                 check_token_ids(drawn.token_ids, self._vocabulary)
@@ -290,7 +291,7 @@ class ServerEngine:
     ) -> list[CompletionRequest]:
         """Split a prompt's completions into requests; `number` and the first one make each seed."""
         # vLLM refuses several greedy completions in one request.
-        size = self._servers.all[0].api.max_per_request if params.temperature > 0 else 1
+        size = self._settings.completions_per_request if params.temperature > 0 else 1
         firsts = torch.arange(0, params.n, size)
         keys = noise_keys(params.seed + self._seed, torch.full_like(firsts, number), firsts)
         limit = min(params.max_new_tokens, self._max_model_len - len(prompt))
@@ -409,7 +410,7 @@ class ServerStream(stream.RolloutStream):
     @property
     def room(self) -> int:
         """Completions that can be requested of the servers at once."""
-        per_server = self._settings.concurrency * self._servers.all[0].api.max_per_request
+        per_server = self._settings.concurrency * self._settings.completions_per_request
         return per_server * len(self._servers.serving)
 
     def submit(

@@ -19,8 +19,7 @@ from torch import nn
 
 from engine.config.rollout_engines import ServerConfig
 from engine.errors import ConfigError, RolloutError
-from engine.rollout.server import api as server_api
-from engine.rollout.server.api import CompletionRequest, SampledCompletion
+from engine.rollout.server.api import CompletionRequest, OpenAIAPI, SampledCompletion
 from engine.rollout.server.client import Client, Unreachable
 from engine.rollout.server.weights import FolderWeights, WeightHook, Weights, create_hook
 from engine.rollout.trainer_model import merged_weights
@@ -36,7 +35,7 @@ class Server:
     """One server."""
 
     client: Client
-    api: server_api.OpenAIAPI
+    api: OpenAIAPI
     hook: WeightHook
     busy: int = 0  # completions requested of it and not answered yet
     out: str = ""  # why it gets no requests; empty: it gets them
@@ -49,7 +48,7 @@ class Servers:
     Ranks of a process group create them together, and deliver weights together: rank 0 does.
     """
 
-    def __init__(self, settings: ServerConfig, model: nn.Module) -> None:
+    def __init__(self, settings: ServerConfig) -> None:
         """Open connections' clients; `check` asks the servers. Raises ConfigError."""
         self._settings = settings
         self.all: list[Server] = []
@@ -59,7 +58,7 @@ class Servers:
         with ExitStack() as undo:
             undo.callback(self.close)
             for url in settings.addresses:
-                self.all.append(self._open(url, model))
+                self.all.append(self._open(url))
             first, several = self.all[0], len(self.all) > 1
             if several and not (self.fixed or isinstance(first.hook, FolderWeights)):
                 raise ConfigError(
@@ -76,12 +75,12 @@ class Servers:
                 self._group = dist.new_group(backend="gloo", timeout=wait)
             undo.pop_all()
 
-    def _open(self, url: str, model: nn.Module) -> Server:
+    def _open(self, url: str) -> Server:
         client = Client(self._settings, url, self.all[0].client if self.all else None)
         with ExitStack() as undo:
             undo.callback(client.close)
-            api = server_api.OpenAIAPI(client, self._settings)
-            server = Server(client, api, create_hook(client, self._settings))
+            hook = create_hook(client, self._settings)
+            server = Server(client, OpenAIAPI(client, self._settings), hook)
             undo.pop_all()
         return server
 

@@ -98,9 +98,8 @@ class Handler(BaseHTTPRequestHandler):
                     return
                 try:
                     content = self.fake.edit(openai_answer(self.fake, body))
-                except RolloutError:  # NaN logits, which PyTorch's multinomial finds in TGI
-                    said = "probability tensor contains either `inf`, `nan` or element < 0"
-                    self.answer({"error": f"Request failed during generation: {said}"}, 424)
+                except RolloutError:  # NaN logits, in vLLM's words
+                    self.answer({"error": "Out of range float values are not JSON compliant"}, 400)
                 else:
                     self.answer(content)
             case "/reload":

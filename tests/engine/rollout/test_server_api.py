@@ -24,7 +24,7 @@ from rollout_models import (
 from server_process import vllm_url
 from torch import nn
 
-from engine.errors import ConfigError, EngineError, RolloutError
+from engine.errors import ConfigError, DivergedRolloutError, EngineError, RolloutError
 from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.server import ServerEngine
 from engine.rollout.server.weights import WeightFolders
@@ -98,6 +98,15 @@ def test_tokens_come_by_name_where_ids_are_not_given(fake: FakeServer) -> None:
     for c in engine.generate(PROMPTS, SamplingParams(max_new_tokens=5)):
         expected = reference_log_probs(model, PROMPTS[c.prompt_index], c.token_ids)
         assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
+    engine.close()
+
+
+def test_nan_logits_are_told(fake: FakeServer) -> None:
+    engine = connect(fake, build("qwen2"), weights="none")
+    with torch.no_grad():
+        fake.model.get_parameter("model.layers.1.mlp.down_proj.weight").fill_(torch.nan)
+    with pytest.raises(DivergedRolloutError, match="diverged"):
+        engine.generate(PROMPTS, SamplingParams(n=2, max_new_tokens=5))
     engine.close()
 
 
