@@ -147,7 +147,9 @@ class WeightBroadcasts(WeightPublisher):
     def publish(self, version: int) -> PublishedWeights:
         if self._failed < _FAILED_ROUNDS:
             return PublishedWeights(version, broadcasts=self)
-        log.warning("weights go through Ray's store from now on: broadcasts failed")
+        if self._failed == _FAILED_ROUNDS:
+            log.warning("weights go through Ray's store from now on: broadcasts failed")
+            self._failed += 1  # said once
         return super().publish(version)
 
     def begin(self, members: dict[str, int], version: int) -> None:
@@ -489,7 +491,6 @@ class AsyncRollout:
                 self._processes.close_unused(started)  # it was replaced meanwhile
             else:
                 self._processes.accept(name, attempt, started)
-                self._event(name, attempt, supervision.Replaced(), now)
                 self._event(name, attempt, supervision.Started(), now)
         return progress
 
@@ -595,7 +596,6 @@ class AsyncRollout:
                     if self._apart is not None:
                         self._apart.lost(worker)
                     self._processes.kill(worker)
-                case supervision.Reissue(worker, _):
                     self.queue.worker_lost(worker)
                 case supervision.Replace(worker, attempt):
                     self.restarts += 1

@@ -9,11 +9,10 @@ has which prompt is in `rollout_queue`. The transitions out of each state, and t
                 Heartbeat, while it waits for the trainer's broadcast: a new deadline
     SERVING     silence -> SUSPECT; the trainer is too far ahead [SyncWeights] -> SYNCING
     SUSPECT     Heartbeat -> SERVING, or SYNCING if its weights are too old now [SyncWeights]
-    DEAD        the back-off is over [Replace] -> REPLACING
-    REPLACING   Replaced -> STARTING
+    DEAD        the back-off is over [Replace] -> STARTING
     FAILED      final
 
-In any other state a worker dies [Kill, Reissue] when its process ends or a call on it gives no
+In any other state a worker dies [Kill] when its process ends or a call on it gives no
 result (Died), when the state's deadline passes, and when it is silent for too long (hung, SIGSTOP).
 It is then DEAD, or FAILED if its restart budget is spent. The fleet runs while one worker isn't
 FAILED; after the last, [Stop] has the first cause.
@@ -22,7 +21,7 @@ Invariants, after every event (its tests check them):
 
 1. A SERVING worker's weights are at most `max_lag` versions behind the trainer's.
 2. `Fleet.serving` are the only workers that may be given a prompt.
-3. Every death gives exactly one Kill and one Reissue, for the attempt that died.
+3. Every death gives exactly one Kill, for the attempt that died.
 4. Events of an earlier attempt (a late heartbeat or answer) change nothing.
 5. No worker waits for ever: each state but FAILED ends by a deadline or by silence, and deaths
    without service in between always count. So a worker serves at last, or becomes FAILED.
@@ -64,12 +63,7 @@ class Died:
     cause: str
 
 
-@dataclass(frozen=True)
-class Replaced:
-    """The process that Replace started exists; it isn't ready yet."""
-
-
-Event = Started | Synced | Heartbeat | Died | Replaced
+Event = Started | Synced | Heartbeat | Died
 
 
 @dataclass(frozen=True)
@@ -81,11 +75,7 @@ class ProcessAction:
 
 
 class Kill(ProcessAction):
-    """End the process with SIGKILL, which also ends a stopped one."""
-
-
-class Reissue(ProcessAction):
-    """Sample the unfinished prompts of this process elsewhere (`Admission.lost`)."""
+    """End the process; sample its unfinished prompts elsewhere (`Admission.lost`)."""
 
 
 class Replace(ProcessAction):
@@ -106,16 +96,15 @@ class Stop:
     cause: str
 
 
-Action = Kill | Reissue | Replace | SyncWeights | Stop
+Action = Kill | Replace | SyncWeights | Stop
 
 
 class HealthState(StrEnum):
-    STARTING = "starting"  # its process exists, its model isn't loaded
+    STARTING = "starting"  # its process is created, and loads the model
     SYNCING = "syncing"  # it loads the trainer's weights; it gets no prompt yet
     SERVING = "serving"
     SUSPECT = "suspect"  # silent; it gets no new prompt and keeps those it has
     DEAD = "dead"  # waits for the end of its back-off
-    REPLACING = "replacing"  # a new process is being created
     FAILED = "failed"  # its restart budget is spent
 
 
@@ -125,7 +114,7 @@ class HealthPolicy:
 
     suspect_after: float = 5.0  # silence that makes a worker SUSPECT
     dead_after: float = 20.0  # silence that makes it DEAD
-    start_timeout: float = 300.0  # from Replace to Replaced, and again from there to Started
+    start_timeout: float = 300.0  # from Replace to Started
     sync_timeout: float = 120.0  # from SyncWeights, or a heartbeat, to Synced
     max_restarts: int = 3  # restarts within `window`; at the next death it is FAILED
     window: float = 600.0  # deaths longer ago are forgotten if the worker has served since
@@ -143,7 +132,7 @@ class Death:
 class WorkerHealth:
     name: str
     state: HealthState
-    deadline: float  # end of STARTING, SYNCING, REPLACING; in DEAD, end of the back-off
+    deadline: float  # end of STARTING, SYNCING; in DEAD, end of the back-off
     attempt: int = 0  # number of its process
     last_heartbeat: float = 0.0  # time of the last one, in SERVING and SUSPECT
     version: int = -1  # of its weights; -1: the trainer's weights were never sent
@@ -207,10 +196,7 @@ class Fleet:
                 pass
             case Died(cause), _:
                 return self._die(worker, cause, now)
-            case Replaced(), HealthState.REPLACING:
-                deadline = now + self.policy.start_timeout
-                return replace(worker, state=HealthState.STARTING, deadline=deadline), ()
-            case Started(), HealthState.STARTING | HealthState.REPLACING:
+            case Started(), HealthState.STARTING:
                 deadline = now + self.policy.sync_timeout
                 worker = replace(worker, state=HealthState.SYNCING, deadline=deadline)
                 return worker, self._sync(worker)
@@ -238,17 +224,13 @@ class Fleet:
                 return self._die(worker, f"hung: no heartbeat for {silence:.1f} s", now)
             case HealthState.SERVING if silence >= policy.suspect_after:
                 return replace(worker, state=HealthState.SUSPECT), ()
-            case HealthState.STARTING | HealthState.SYNCING | HealthState.REPLACING if late:
+            case HealthState.STARTING | HealthState.SYNCING if late:
                 return self._die(worker, f"still {worker.state} at its deadline", now)
             case HealthState.DEAD if late:
-                name, attempt, deadline = (
-                    worker.name,
-                    worker.attempt + 1,
-                    now + policy.start_timeout,
-                )
-                state, deaths = HealthState.REPLACING, worker.deaths
-                new = WorkerHealth(name, state, deadline, attempt=attempt, deaths=deaths)
-                return new, (Replace(name, attempt),)
+                state, deadline = HealthState.STARTING, now + policy.start_timeout
+                attempt, deaths = worker.attempt + 1, worker.deaths
+                new = WorkerHealth(worker.name, state, deadline, attempt=attempt, deaths=deaths)
+                return new, (Replace(worker.name, attempt),)
         return worker, ()
 
     def _admit(self, worker: WorkerHealth, last_heartbeat: float, now: float) -> Transition:
@@ -276,8 +258,7 @@ class Fleet:
             deadline=now + pause,
             deaths=(*deaths, Death(now, f"{worker.name}: {cause}")),
         )
-        who = worker.name, worker.attempt
-        return worker, (Kill(*who), Reissue(*who))
+        return worker, (Kill(worker.name, worker.attempt),)
 
     def _change(
         self, workers: Iterable[WorkerHealth], step: Callable[[WorkerHealth], Transition]

@@ -22,9 +22,7 @@ from engine.controller.supervision import (
     HealthState,
     Heartbeat,
     Kill,
-    Reissue,
     Replace,
-    Replaced,
     Started,
     Stop,
     Synced,
@@ -61,7 +59,7 @@ class Drive:
         return self
 
     def serve(self, name: str, now: float) -> Drive:
-        """From STARTING or REPLACING to SERVING."""
+        """From STARTING to SERVING."""
         self.on(name, Started(), now).on(name, Synced(self.fleet.version), now)
         assert self.state(name) is HealthState.SERVING
         return self
@@ -88,13 +86,12 @@ def test_a_killed_worker_is_reissued_at_once_and_replaced_after_the_back_off() -
     drive = Drive("a", "b").serve("a", 1).serve("b", 1).updated(8, 2)
     drive.on("a", Synced(8), 2).on("b", Synced(8), 2)
     drive.on("a", Died("signal 9"), 3)
-    assert drive.did == (Kill("a", 0), Reissue("a", 0))
+    assert drive.did == (Kill("a", 0),)
     assert drive.fleet.serving == ("b",)
-    assert drive.on("a", Died("signal 9"), 3).did == (), "one death, one reissue"
+    assert drive.on("a", Died("signal 9"), 3).did == (), "one death, one Kill"
     assert drive.tick(3.9).did == ()
     assert drive.tick(4).did == (Replace("a", 1),)
     assert drive.tick(5).did == ()
-    drive.on("a", Replaced(), 5)
     assert drive.state("a") is HealthState.STARTING
     assert drive.on("a", Started(), 6).did == (SyncWeights("a", 1, 8),)
     assert drive.on("a", Synced(8), 7).fleet.serving == ("a", "b")
@@ -107,11 +104,11 @@ def test_a_hung_worker_is_suspected_then_replaced_and_its_late_signs_change_noth
     assert drive.state("a") is HealthState.SUSPECT
     assert (drive.did, drive.fleet.serving) == ((), ("b",))
     drive.tick(20)
-    assert drive.did == (Kill("a", 0), Reissue("a", 0))
+    assert drive.did == (Kill("a", 0),)
     assert "no heartbeat for 20.0 s" in drive.fleet.workers["a"].deaths[0].cause
     drive.tick(21)
     before = drive.fleet
-    late: tuple[Event, ...] = (Heartbeat(), Started(), Synced(7), Died("x"), Replaced())
+    late: tuple[Event, ...] = (Heartbeat(), Started(), Synced(7), Died("x"))
     for event in late:
         assert drive.on("a", event, 22, attempt=0).fleet == before
         assert drive.did == ()
@@ -145,12 +142,12 @@ def test_a_crash_loop_backs_off_and_spends_its_budget_while_the_others_go_on() -
     drive, now = Drive("a", "b").serve("b", 0), 0.0
     for attempt, pause in ((0, 1), (1, 2)):
         drive.on("a", Died("out of memory"), now)
-        assert drive.did == (Kill("a", attempt), Reissue("a", attempt))
+        assert drive.did == (Kill("a", attempt),)
         assert drive.on("b", Heartbeat(), now).tick(now + pause - 0.1).did == ()
         now += pause
         assert drive.tick(now).did == (Replace("a", attempt + 1),)
     drive.on("a", Died("out of memory"), now)
-    assert drive.did == (Kill("a", 2), Reissue("a", 2))
+    assert drive.did == (Kill("a", 2),)
     assert drive.state("a") is HealthState.FAILED
     assert drive.on("b", Heartbeat(), now).tick(now + 4).did == ()
     assert drive.fleet.serving == ("b",)
@@ -174,7 +171,7 @@ def test_the_run_stops_with_the_first_cause_when_all_workers_failed() -> None:
     assert drive.fleet.stopped is None
     drive.on("a", Died("signal 9"), 2)
     stop = Stop("all 2 rollout workers failed; first cause: b: disk full")
-    assert drive.did == (Kill("a", 0), Reissue("a", 0), stop)
+    assert drive.did == (Kill("a", 0), stop)
     assert drive.fleet.stopped == stop
     assert drive.tick(1e6).did == ()
     assert drive.on("a", Died("again"), 1e6).did == ()
@@ -185,12 +182,12 @@ def test_a_slow_start_is_waited_for_up_to_its_deadline() -> None:
     drive.on("slow", Heartbeat(), 10).tick(49.9)
     assert (drive.state("slow"), drive.did) == (HealthState.STARTING, ())
     drive.serve("slow", 49.9).tick(50)
-    assert drive.did == (Kill("slower", 0), Reissue("slower", 0))
+    assert drive.did == (Kill("slower", 0),)
     assert "still starting" in drive.fleet.workers["slower"].deaths[0].cause
     assert drive.on("slow", Heartbeat(), 50.5).tick(51).did == (Replace("slower", 1),)
     assert drive.on("slow", Heartbeat(), 99).tick(100.9).did == ()
     drive.on("slow", Heartbeat(), 101).tick(101)
-    assert drive.did == (Kill("slower", 1), Reissue("slower", 1)), "no process came"
+    assert drive.did == (Kill("slower", 1),), "no process came"
 
 
 def test_starts_that_never_end_in_service_spend_the_budget_however_slow_they_are() -> None:
@@ -224,7 +221,7 @@ def test_weights_change_under_way_within_the_bound_and_pause_the_worker_beyond_i
     assert drive.fleet.workers["a"].version == 9
     drive.updated(11, 5)
     assert drive.tick(34.9).did == ()
-    assert drive.tick(35).did == (Kill("a", 0), Reissue("a", 0)), "the weights never arrived"
+    assert drive.tick(35).did == (Kill("a", 0),), "the weights never arrived"
 
 
 def test_weights_that_are_always_too_old_when_they_come_end_at_the_first_deadline() -> None:
@@ -232,7 +229,7 @@ def test_weights_that_are_always_too_old_when_they_come_end_at_the_first_deadlin
     for second in range(1, 30):
         drive.updated(7 + second, second).on("a", Synced(6 + second), second).tick(second)
         assert drive.state("a") is HealthState.SYNCING
-    assert drive.tick(30).did == (Kill("a", 0), Reissue("a", 0))
+    assert drive.tick(30).did == (Kill("a", 0),)
     assert "still syncing at its deadline" in drive.fleet.workers["a"].deaths[0].cause
 
 
@@ -274,7 +271,7 @@ POLICY_properties = HealthPolicy(
 # Most events let a worker live, or no run of events would get far.
 EVENTS = st.sampled_from(
     [
-        *(3 * [Started(), Synced(0), Heartbeat(), Replaced(), "tick", "updated"]),
+        *(3 * [Started(), Synced(0), Heartbeat(), "tick", "updated"]),
         *(Synced(1), Synced(2)),  # versions behind the trainer's
         Died("x"),
     ]
@@ -316,9 +313,9 @@ def test_invariants_hold_in_any_order_of_events(
                 worker.state in (HealthState.DEAD, HealthState.FAILED)
                 and old.state is not worker.state
             )
-            ends = [a for a in did if isinstance(a, Kill | Reissue) and a.worker == old.name]
+            ends = [a for a in did if isinstance(a, Kill) and a.worker == old.name]
             who = old.name, old.attempt
-            assert ends == ([Kill(*who), Reissue(*who)] if died else [])
+            assert ends == ([Kill(*who)] if died else [])
             replaced = Replace(old.name, old.attempt + 1) in did
             assert replaced == (worker.attempt == old.attempt + 1) == (worker.attempt > old.attempt)
             moved = old.state, worker.state
@@ -380,12 +377,10 @@ class Cluster:
             match action:
                 case Kill(worker, attempt):
                     self.killed.append((self.now + self.random.uniform(0, 15), (worker, attempt)))
-                case Reissue(worker, attempt):
                     self.reissues[worker, attempt] += 1
                     self.state, _ = self.state.lost(worker)
                 case Replace(worker, attempt):
                     self.processes[worker, attempt] = self.spawn()
-                    self.tell((worker, attempt), Replaced())
                 case SyncWeights(worker, attempt, version):
                     arrival = self.now + self.random.uniform(0.5, 4.0)
                     self.processes[worker, attempt].syncs.append((arrival, version))
