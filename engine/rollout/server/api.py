@@ -1,6 +1,6 @@
 """The API of rollout servers as the engine uses it, and log-probs of given tokens for teachers.
 
-It is OpenAI's `/v1/completions` with token ids in and out, as vLLM (0.10 and later) and others
+It is OpenAI's `/v1/completions` with token ids in and out, as vLLM (0.11 and later) and others
 serve it. Every sampling parameter is sent: what a request leaves out, vLLM fills from the model's
 generation_config.json.
 """
@@ -56,8 +56,8 @@ def field(answer: Any, *path: str | int) -> Any:
         except (KeyError, IndexError, TypeError):
             where = ".".join(map(str, path))
             raise RolloutError(
-                f"the rollout server's answer has no {where}: {str(answer)[:300]}; use a server "
-                "with OpenAI's API, such as vLLM's"
+                f"the rollout server's answer has no {where}: {str(answer)[:300]}; use vLLM's "
+                "server (0.11 or later), or one that answers as it does"
             ) from None
     return value
 
@@ -78,7 +78,6 @@ def number(value: float | str | None) -> float:
 
 
 _NAN = "float values are not JSON compliant"  # how vLLM fails on NaN log-probs
-_TOKEN = "token_id:"  # how vLLM names tokens under return_tokens_as_token_ids
 
 
 class OpenAIAPI:
@@ -140,15 +139,13 @@ class OpenAIAPI:
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
+            "return_tokens_as_token_ids": True,  # beside log-probs: nothing is decoded to text
         }
 
 
 def _drawn(choice: dict[str, Any], prefill_tokens: int) -> SampledCompletion:
     log_probs = [number(value) for value in field(choice, "logprobs", "token_logprobs")]
-    tokens = choice.get("token_ids")
-    if tokens is None:
-        tokens = [_token_id(name) for name in field(choice, "logprobs", "tokens")]
+    tokens = field(choice, "token_ids")
     if len(tokens) != len(log_probs):
         raise RolloutError(
             f"the rollout server gave {len(tokens)} tokens and {len(log_probs)} log-probs; use a "
@@ -160,16 +157,6 @@ def _drawn(choice: dict[str, Any], prefill_tokens: int) -> SampledCompletion:
         experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     ids = [int(token) for token in tokens]
     return SampledCompletion(ids, log_probs, reason, prefill_tokens, experts)
-
-
-def _token_id(name: str) -> int:
-    number = name.removeprefix(_TOKEN)
-    if number == name or not number.isdecimal():
-        raise RolloutError(
-            f"the rollout server gave the token {name!r} and no token id; it must know "
-            f"return_token_ids or return_tokens_as_token_ids, as vLLM 0.10 and later do"
-        )
-    return int(number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ class FakeServer:
     name: str = "policy"
     context: int = CONTEXT
     raw_log_probs: bool = False
-    token_ids: bool = True  # answers hold token ids, not names alone
     load_delay_s: float = 0.0
     reload_fault: Fault | None = None
     spoil: Callable[[nn.Module], Any] = lambda model: None  # what loading does wrong
@@ -145,8 +144,7 @@ def openai_answer(fake: FakeServer, body: dict[str, Any]) -> dict[str, Any]:
             "token_logprobs": raw(fake, body["prompt"], c) if fake.raw_log_probs else c.log_probs,
         }
         choice = {"index": index, "text": "", "logprobs": log_probs}
-        choice |= {"finish_reason": c.finish_reason}
-        choices.append(choice | ({"token_ids": c.token_ids} if fake.token_ids else {}))
+        choices.append(choice | {"finish_reason": c.finish_reason, "token_ids": c.token_ids})
     return {"choices": choices[::-1], "usage": {"prompt_tokens": len(body["prompt"])}}
 
 

@@ -91,16 +91,6 @@ def test_a_later_prompt_number_draws_what_it_would_among_all(fake: FakeServer) -
     engine.close()
 
 
-def test_tokens_come_by_name_where_ids_are_not_given(fake: FakeServer) -> None:
-    fake.token_ids = False
-    model = build("qwen2")
-    engine = connect(fake, model, weights="none")
-    for c in engine.generate(PROMPTS, SamplingParams(max_new_tokens=5)):
-        expected = reference_log_probs(model, PROMPTS[c.prompt_index], c.token_ids)
-        assert torch.allclose(torch.tensor(c.log_probs), expected, atol=1e-4)
-    engine.close()
-
-
 def test_nan_logits_are_told(fake: FakeServer) -> None:
     engine = connect(fake, build("qwen2"), weights="none")
     with torch.no_grad():
@@ -126,17 +116,12 @@ def end_early(choice: dict[str, Any]) -> None:
     choice["finish_reason"] = "abort"
 
 
-def only_words(choice: dict[str, Any]) -> None:
-    del choice["token_ids"]
-    choice["logprobs"]["tokens"] = ["the"] * len(choice["logprobs"]["tokens"])
-
-
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (choice(lambda c: c.pop("logprobs")), r"has no logprobs.token_logprobs"),
         (choice(lambda c: c.update(logprobs=None)), r"has no logprobs.token_logprobs"),
-        (choice(only_words), r"token 'the' and no token id; .*return_token_ids"),
+        (choice(lambda c: c.pop("token_ids")), r"has no token_ids: .*; use vLLM's server"),
         (choice(lambda c: c["token_ids"].pop()), r"5 tokens and 6 log-probs"),
         (choice(end_early), r"ended a completion .* after 2 of 6 tokens \('abort'\)"),
         (choice(lambda c: c["token_ids"].__setitem__(0, 100)), "token id 100, .*vocabulary of 100"),
