@@ -369,14 +369,16 @@ class RolloutLog(contextlib.AbstractContextManager["RolloutLog"]):
 
     def _on_thread_finish(self) -> None:
         """Write the page, with the model's step, which the last sample records."""
-        folder = SampleFolder(self._uri)
+        folder, written = SampleFolder(self._uri), dict[str, bytes]()
         for name in folder.names()[-1:] if self.model_step else ():
             table, metrics = folder.read(name)
             marked = {"step": float(name.step), MODEL_STEP: self.model_step}
-            folder.write_bytes(name.file, sample_files.as_bytes(table, [*metrics, marked]))
+            metrics = [*(row for row in metrics if MODEL_STEP not in row), marked]
+            written[name.file] = sample_files.as_bytes(table, metrics)
+            folder.write_bytes(name.file, written[name.file])
             self._add(name, table[:0], [marked])
         if len(self._data):
-            self._hand_over({sample_files.PAGE: self._write_page(folder).encode()})
+            self._hand_over(written | {sample_files.PAGE: self._write_page(folder).encode()})
 
     def _add(self, name: SampleName, table: pa.Table, metrics: Sequence[Metrics]) -> None:
         self._data.add(name, table, metrics)

@@ -108,10 +108,13 @@ def test_the_page_marks_the_step_of_the_model_until_the_run_goes_on(tmp_path: Pa
     with make(tmp_path) as log:
         train(log, range(1, 21), history)
     assert model() == "null"
-    with make(tmp_path) as log:
-        log.resumed(20)
-        log.model_step = 10.0
+    uploaded: dict[str, bytes] = {}
+    for _ in range(2):  # a finished run that is started again
+        with make(tmp_path, on_file=lambda p: uploaded.update({p.name: p.read_bytes()})) as log:
+            log.resumed(20)
+            log.model_step = 10.0
     assert model() == "10.0"
+    assert {name: (tmp_path / name).read_bytes() for name in uploaded} == uploaded
     assert '"model":10.0' in (tmp_path / "rollouts.html").read_text()
     assert recorded_steps(tmp_path) == [*range(1, 21), 20], "and metrics stay"
     with make(tmp_path, last_step=30) as log:
