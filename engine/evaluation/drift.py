@@ -80,12 +80,15 @@ def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
         if rise and other:
             enough = max(0.01, right.gain / 2 if right else 0.0)
             flat = other.gain + _LIKELY * other.error < enough
+            rises = other.gain > max(enough, _LIKELY * other.error)
             if name == "second_grader":
-                confirmed = not flat
+                confirmed = rises
             elif name == "length_adjusted":
                 flat = flat and not confirmed
-            elif right:  # validation that was good from the start has little to gain
-                flat = flat and other.last < right.last
+            elif right and right.gain > max(0.01, _LIKELY * right.error):
+                # Training may catch up with a validation that was better from the start.
+                falls = other.gain < -max(0.01, _LIKELY * other.error)
+                flat = flat and (falls or other.last < right.last)
             raised = flat and rise.gain > max(_SURE * rise.error, 1e-6)
             sentence = f"the reward goes {rise.text}, {meaning} {other.text}"
             measured.append(Signal(name, raised, sentence))

@@ -95,6 +95,29 @@ def test_a_validation_that_is_good_from_the_start_is_no_drift() -> None:
     assert raised(rows(20, validation__correct=curve(0.94, 0.96, 0.001))) == set()
 
 
+def test_a_good_validation_that_falls_is_drift() -> None:
+    assert raised(rows(20, validation__correct=curve(0.94, 0.82, 0.001))) == {"held_out"}
+
+
+def test_a_reward_that_rises_without_accuracy_is_drift_by_a_better_validation_too() -> None:
+    """As with a bonus for format, where greedy decoding is right more often than sampling."""
+    flat = {
+        "reward__correct": curve(0.3, 0.3, seed=5),
+        "validation__correct": curve(0.35, 0.35, 0.004, seed=2),
+    }
+    assert "held_out" in raised(rows(**flat))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_noisy_second_grader_confirms_nothing(seed: int) -> None:
+    longer = {
+        "response__length_mean": curve(40, 100, 1),
+        "reward__length_slope": curve(0.01, 0.01, 0.001),
+    }
+    noisy = curve(0.3, 0.3, 0.8, seed=seed)
+    assert raised(rows(**longer, reward__second_grader=noisy)) == {"length_adjusted"}
+
+
 def test_a_few_validations_that_stand_still_are_enough() -> None:
     assert raised(rows(20, validation__correct=curve(0.4, 0.4, 0.001))) == {"held_out"}
 
