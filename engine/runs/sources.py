@@ -209,7 +209,8 @@ def list_runs(uri: str = "", last: int = 20) -> list[dict[str, Any]]:
         row = rows.setdefault(found, _row(found, updated, {}, found))
         row |= {k: run.data.metrics.get(name, row[k]) for k, name in LISTED.items()}
         row["state"] = run.info.status.lower()
-    return sorted(rows.values(), key=lambda row: row["updated"], reverse=True)[:last]
+    newest = sorted(rows.values(), key=lambda row: row["updated"], reverse=True)[:last]
+    return [_with_last_step(row) for row in newest]
 
 
 def _mlflow_runs(tracker: Tracker, last: int) -> list[Run]:
@@ -231,14 +232,17 @@ def _folders() -> Iterator[dict[str, Any]]:
             row["steps"] = int(made.get("final/last_step", 0)) or None
             yield row | {"state": "skipped" if "skipped" in summary else "finished"}
     for folder in home().glob("checkpoints/*/*/"):
-        state = _newest_state(folder)
-        if state or (folder / FOLDER).is_dir():
+        if _markers(folder) or (folder / FOLDER).is_dir():
             run_id = "".join(path.read_text() for path in folder.glob("checkpoints/mlflow_run"))
-            last = {
-                name: value for step in state.get("history", []) for name, value in step.items()
-            }
-            row = _row("/".join(folder.parts[-2:]), folder.stat().st_mtime, last, run_id)
-            yield row | {"steps": state.get("step")}
+            yield _row("/".join(folder.parts[-2:]), folder.stat().st_mtime, {}, run_id)
+
+
+def _with_last_step(row: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what a command line's newest checkpoint knows; its history may be megabytes."""
+    state = _newest_state(home() / "checkpoints" / row["run"])
+    last = {name: value for step in state.get("history", []) for name, value in step.items()}
+    known = {key: last.get(name) for key, name in LISTED.items()} | {"steps": state.get("step")}
+    return {key: known.get(key) if value is None else value for key, value in row.items()}
 
 
 def _row(run: str, updated: float, metrics: Mapping[str, Any], run_id: str) -> dict[str, Any]:
