@@ -30,7 +30,7 @@ class PairedGain:
     after: Interval
     gain: Interval  # after − before, paired
     problems: int
-    asked: str  # "evaluation" or "validation"
+    test: str  # "evaluation" or "validation"
     fixed: list[dict[Hashable, str]]  # what this run alone solves: the problem, both completions
     broken: list[dict[Hashable, str]]  # what the first alone solves
     note: str  # what the two don't share; empty: nothing
@@ -40,7 +40,7 @@ class PairedGain:
         rates = f"{self.before.mean:.1%} → {self.after.mean:.1%}, {points(self.gain)}"
         counts = f"{len(self.fixed)} fixed, {len(self.broken)} broken"
         note = f"; not alike: {self.note}" if self.note else ""
-        return f"{rates} on {self.problems} problems of the {self.asked}; {counts}{note}"
+        return f"{rates} on {self.problems} problems of the {self.test}; {counts}{note}"
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,16 @@ def _setting(run: RecordedRun, name: str) -> str:
 def _pair(first: RecordedRun, other: RecordedRun) -> PairedGain | str:
     """Compare the answers to the same problems; or say why that can't be done."""
     for run in (first, other):
-        if not run.asked:
+        if not run.test:
             return f"{run.name} has neither an evaluation nor a sample of a validation"
-    both = f"{first.name} has the {first.asked}, {other.name} the {other.asked}"
-    (asked, *_), (kind, *_) = first.asked.split(), other.asked.split()
-    if asked != kind:
+    both = f"{first.name} has the {first.test}, {other.name} the {other.test}"
+    (test, *_), (kind, *_) = first.test.split(), other.test.split()
+    if test != kind:
         return f"{both}; evaluate both alike"
     rows = first.answers.join(other.answers, how="inner", lsuffix="_before", rsuffix="_after")
     if rows.empty:
         return f"{both}, which have no problem in common"
-    notes = [both] if asked == VALIDATION and first.asked != other.asked else []
+    notes = [both] if test == VALIDATION and first.test != other.test else []
     if first.evaluation and other.evaluation:
         notes += incomparable(first.evaluation, other.evaluation)
     if len(rows) < max(len(first.answers), len(other.answers)):
@@ -114,6 +114,6 @@ def _pair(first: RecordedRun, other: RecordedRun) -> PairedGain | str:
     fixed, broken = (texts[mask].to_dict("records") for mask in (~was & now, was & ~now))
     return PairedGain(
         mean_interval(before, CONFIDENCE), mean_interval(after, CONFIDENCE),
-        paired_interval(before, after, CONFIDENCE), len(rows), asked, fixed, broken,
+        paired_interval(before, after, CONFIDENCE), len(rows), test, fixed, broken,
         ", ".join(notes),
     )  # fmt: skip

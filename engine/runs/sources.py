@@ -55,7 +55,7 @@ class RecordedRun:
     settings: Mapping[str, str]  # by dotted name, as texts without credentials
     metrics: Mapping[str, Curve]
     answers: pd.DataFrame = field(default_factory=pd.DataFrame)  # [N] correct, completion
-    asked: str = ""  # what the answers are of: "evaluation 3f9a0c12", "validation at step 40"
+    test: str = ""  # that was answered: "evaluation 3f9a0c12", "validation at step 40"
     evaluation: Manifest | None = None
 
 
@@ -104,8 +104,8 @@ def _of_artifact(place: str) -> RecordedRun:
     for node in evaluations:
         rows = read_rows(local_path(node.uri), "rl")
         rows = rows.rename(columns={"greedy_correct": "correct", "greedy_completion": "completion"})
-        asked = f"evaluation {node.digest[:12]}"
-        run = replace(run, answers=_by_problem(rows), asked=asked, evaluation=node.manifest)
+        test = f"evaluation {node.digest[:12]}"
+        run = replace(run, answers=_by_problem(rows), test=test, evaluation=node.manifest)
     return run
 
 
@@ -113,8 +113,8 @@ def _of_folder(place: str) -> RecordedRun:
     """Read what a command line leaves: a checkpoint, metrics.jsonl, and samples of rollouts."""
     state = _newest_state(Path(place))
     metrics = _read_json(f"{place}/{FILE}") or state.get("history", [])
-    answers, asked = _last_validation(SampleFolder(f"{place}/{FOLDER}"))
-    if not (state or metrics or asked):
+    answers, test = _last_validation(SampleFolder(f"{place}/{FOLDER}"))
+    if not (state or metrics or test):
         raise DataError(
             f"{place} is no run: it has no {SUMMARY}, {MANIFEST}, checkpoints, {FILE} or {FOLDER}; "
             "give what `python -m engine.runs` shows, an artifact, or an MLflow id"
@@ -124,7 +124,7 @@ def _of_folder(place: str) -> RecordedRun:
     settings |= {"steps": state["step"]} if state else {}
     settings |= state.get("settings", {}) | {"model.path": state.get("policy", {}).get("model", "")}
     name, texts = "/".join(place.split("/")[-2:]), parameters(settings)
-    return RecordedRun(name, place, texts, _curves(metrics), answers, asked)
+    return RecordedRun(name, place, texts, _curves(metrics), answers, test)
 
 
 def _of_mlflow(run_id: str, tracker: Tracker) -> RecordedRun:
@@ -139,17 +139,17 @@ def _of_mlflow(run_id: str, tracker: Tracker) -> RecordedRun:
         children = client.search_runs([run.info.experiment_id], clause)
         stages = {child.data.tags.get(STAGE_TAG, ""): child for child in reversed(children)}
         trained = next((stages[kind] for kind in TRAINING if kind in stages), run)
-        trained_id, answers, asked = trained.info.run_id, pd.DataFrame(), ""
+        trained_id, answers, test = trained.info.run_id, pd.DataFrame(), ""
         points = [p for k in trained.data.metrics for p in client.get_metric_history(trained_id, k)]
         files = [file.path for file in client.list_artifacts(trained_id, FOLDER)]
         for file in [file for file in files if f"/{VALIDATION}_" in file][-1:]:
             path = client.download_artifacts(trained_id, file, scratch)
-            answers, asked = _last_validation(SampleFolder(Path(path).parent))
+            answers, test = _last_validation(SampleFolder(Path(path).parent))
     curves = _curves({"step": point.step, point.key: point.value} for point in points)
     texts = run.data.params.items()  # a pipeline's are JSON of a section
     settings = {key: json.loads(text) if text.startswith("{") else text for key, text in texts}
     name = run.data.tags.get(NAME_TAG, run_id)
-    return RecordedRun(name, run_id, parameters(settings), curves, answers, asked)
+    return RecordedRun(name, run_id, parameters(settings), curves, answers, test)
 
 
 def _last_validation(samples: SampleFolder) -> tuple[pd.DataFrame, str]:
@@ -205,8 +205,8 @@ def list_runs(uri: str = "", last: int = 20) -> list[dict[str, Any]]:
     with suppress(*[] if uri else [TrackingError]):  # nothing was tracked on this machine
         tracker = open_registry(uri)
     for run in _mlflow_runs(tracker, last) if tracker is not None else ():
-        found, updated = run.info.run_id, (run.info.end_time or run.info.start_time) / 1000
-        row = rows.setdefault(found, _row(found, updated, {}, found))
+        run_id, updated = run.info.run_id, (run.info.end_time or run.info.start_time) / 1000
+        row = rows.setdefault(run_id, _row(run_id, updated, {}, run_id))
         row |= {k: run.data.metrics.get(name, row[k]) for k, name in LISTED.items()}
         row["state"] = run.info.status.lower()
     newest = sorted(rows.values(), key=lambda row: row["updated"], reverse=True)[:last]

@@ -90,7 +90,7 @@ def test_a_run_is_read_from_its_folder(home: Path) -> None:
     logged = {row["step"]: row["validation/reward"] for row in map(json.loads, lines)}
     assert run.metrics["validation/reward"] == logged
     assert set(logged) == {0, 1, 2}
-    assert run.asked == "validation at step 2"
+    assert run.test == "validation at step 2"
     assert list(run.answers["correct"]) == list(validation(home, "fast")["correct"].astype(float))
 
 
@@ -176,7 +176,7 @@ def test_a_pipeline_of_mlflow_is_one_run_with_the_metrics_of_its_training(
     run = read_run(pipeline, uri)
     assert run.settings == {"rl.lr": "0.1", "rl.on": "True", "seed": "3"}
     assert run.metrics == {"reward/mean": {4: 0.5}}
-    assert (run.name, run.asked) == ("rlhf-1", "")
+    assert (run.name, run.test) == ("rlhf-1", "")
     (row,) = list_runs(uri)
     assert (row["run"], row["state"], row["gain"]) == (pipeline, "finished", 0.25)
 
@@ -357,7 +357,7 @@ def test_evaluations_are_paired_problem_by_problem(artifacts: tuple[Path, Path])
 def test_a_model_is_read_with_its_newest_evaluation(artifacts: tuple[Path, Path]) -> None:
     (policy,) = (p.uri for p in read_manifest(artifacts[1]).parents if p.name == "policy")
     run, same = read_run(policy), read_run(str(artifacts[1]))
-    assert (run.asked, run.name, run.settings) == (same.asked, same.name, same.settings)
+    assert (run.test, run.name, run.settings) == (same.test, same.name, same.settings)
     pd.testing.assert_frame_equal(run.answers, same.answers)
 
 
@@ -414,7 +414,7 @@ def test_what_two_evaluations_do_not_share_is_said(artifacts: tuple[Path, Path])
     first = read_run(str(artifacts[0]))
     other = read_run(str(evaluated(3, "11111111", seed=7)))
     fewer = replace(read_run(str(artifacts[1])), answers=first.answers[:4])
-    validated = replace(other, asked="validation at step 3")
+    validated = replace(other, test="validation at step 3")
     unasked = RecordedRun("none", "here", {}, {})
     foreign = replace(other, answers=other.answers.rename(index=lambda key: f"{key}!"))
     seeds, few, mixed, none, apart = compare(
@@ -425,7 +425,7 @@ def test_what_two_evaluations_do_not_share_is_said(artifacts: tuple[Path, Path])
     assert isinstance(few, PairedGain)
     assert (few.problems, few.note) == (4, "8 and 4 problems")
     assert mixed == (
-        f"{first.name} has the {first.asked}, {other.name} the validation at step 3; evaluate both "
+        f"{first.name} has the {first.test}, {other.name} the validation at step 3; evaluate both "
         "alike"
     )
     assert none == "none has neither an evaluation nor a sample of a validation"
