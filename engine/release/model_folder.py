@@ -181,9 +181,9 @@ def _front_matter(model: ReleasedModel, base: Base | None, licence: Licence | No
     from huggingface_hub import ModelCardData
 
     kinds = [node.kind for node in model.line]
-    sources = [node.draft.config.get("data") for node in model.line if node.kind == "dataset"]
-    settings = [data for data in sources if data and isinstance(data, dict)]
-    hub_ids = dict.fromkeys(map(_hub_dataset, settings))  # of the hub's datasets among the data
+    made = [node for node in model.line if node.kind == "dataset"]
+    settings = [data for node in made if isinstance(data := node.draft.config.get("data"), dict)]
+    hub_ids = dict.fromkeys(map(_hub_dataset, made))  # of the hub's datasets among the data
     datasets = [hub_id for hub_id in hub_ids if hub_id]
     source = settings[0].get("source") if settings else None
     scores = results(model, datasets[0] if datasets else str(source or "unknown"))
@@ -235,12 +235,14 @@ def public_values(value: object) -> object:
     return "…/" + value.rstrip("/").rsplit("/", 1)[-1] if _LOCATION.fullmatch(value) else value
 
 
-def _hub_dataset(data: dict[str, object]) -> str:
-    """Return the id of the hub's dataset that the data were; empty for others."""
-    path = str(data.get("path") or "")
-    if match := re.match(r"hf://([\w.-]+(?:/[\w.-]+)?)", path):
+def _hub_dataset(node: ArtifactNode) -> str:
+    """Return the id of the hub's dataset that a dataset was read from; empty for others."""
+    data = node.draft.config.get("data")
+    uri = next((parent.uri for parent in node.draft.parents if parent.kind == SOURCE), "")
+    if match := re.match(r"hf://([\w.-]+(?:/[\w.-]+)?)", uri):
         return match[1]
-    return path if data.get("source") == "gsm8k" and is_hub_id(path) else ""
+    is_gsm8k = isinstance(data, dict) and data.get("source") == "gsm8k"
+    return uri if is_gsm8k and is_hub_id(uri) else ""
 
 
 def _name(node: ArtifactNode) -> str:

@@ -39,14 +39,17 @@ def parent(name: str, path: Path) -> Parent:
     return read_manifest(path).as_parent(name, path)
 
 
-def make_run(folder: Path, start: str = "", start_digest: str = "", first: str = "sft") -> Made:
+def make_run(
+    folder: Path, start: str = "", start_digest: str = "", first: str = "sft",
+    source: str = "files", uri: str = "",
+) -> Made:  # fmt: skip
     """source → dataset → `first` (sft or start_model, of the model `start`) → rl → evaluation."""
     raw = folder / "raw.jsonl"
     raw.write_text('{"question": "1+1"}\n')
-    source = Parent(name="source", kind="source", digest=hash_file(raw), uri=str(raw))
-    data = {"source": "files", "path": str(folder), "note": "a ``` in a setting"}
+    read = Parent(name="source", kind="source", digest=hash_file(raw), uri=uri or str(raw))
+    data = {"source": source, "path": "" if uri else str(folder), "note": "a ``` in a setting"}
     dataset = make(
-        "dataset", {"train.parquet": "rows"}, source,
+        "dataset", {"train.parquet": "rows"}, read,
         config={"data": data, "seed": 0}, metrics={"rows_train": 4096.0, "seconds": 1.5},
     )  # fmt: skip
     weights = {"config.json": "{}", "model.safetensors": "warm", "tokenizer.json": "{}"}

@@ -215,3 +215,19 @@ def test_rl_from_an_instruct_model_as_it_is_names_that_as_its_base(tmp_path: Pat
     assert card.data.license == "apache-2.0"
     assert card.data.tags == ["hybridflyte", "rl"]
     assert "| start model | this model |" in card.text
+
+
+@pytest.mark.parametrize(
+    ("source", "uri", "ids"),
+    [
+        ("gsm8k", "hf://openai/gsm8k:main", ["openai/gsm8k"]),  # data.path is empty
+        ("gsm8k", "openai/gsm8k", ["openai/gsm8k"]),
+        ("math", "hf://DigitalLearningGmbH/MATH-lighteval", ["DigitalLearningGmbH/MATH-lighteval"]),
+        ("files", "data/mine", None),
+    ],
+)
+def test_the_hub_dataset_that_was_read_is_named(
+    source: str, uri: str, ids: list[str] | None, tmp_path: Path
+) -> None:
+    made = make_run(tmp_path, source=source, uri=uri)
+    assert export(made.rl, tmp_path / "out").data.get("datasets") == ids
