@@ -88,7 +88,8 @@ class DataConfig(RowsConfig):
     """What to learn from."""
 
     source: str = "arithmetic"
-    """Where rows come from: arithmetic, gsm8k, math, files, or your own as package.module:name"""
+    """What the rows come from: arithmetic (problems made up here), gsm8k or math (on the hub, or at
+    data.path), files (at data.path), or a class of yours as package.module:name"""
     options: Options = Field({}, description="Options of a source of your own, by name")
     plugins: tuple[str, ...] = ()
     """Your modules that register the source; none: those of RL"""

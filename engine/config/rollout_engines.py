@@ -52,7 +52,7 @@ class ServerConfig(Section):
     api_key_env: str = Field("", description="Environment variable that holds the server's key")
     concurrency: int = Field(64, ge=1, description="Requests under way at once, a server")
     completions_per_request: int = Field(32, ge=1)
-    """Of one prompt; a retry decodes so many again"""
+    """Most completions of one prompt that a request asks for; a retry decodes all of them again"""
     timeout_s: float = Field(1800.0, gt=0, description="Deadline of one rollout or weight update")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one request")
     max_retries: int = Field(5, ge=0)
