@@ -381,7 +381,8 @@ def summarise(run: RunContext, config_digest: str, folders: dict[str, Path]) -> 
             **{name: manifest.metrics.get("seconds", 0.0) for name, manifest in manifests.items()},
             "total": time.time() - run.started_at,
         },
-        "cached": [n for n, m in manifests.items() if m.flyte_execution != execution],
+        # From the cache, or computed again with the same result; `seconds` are of the earlier run.
+        "unchanged": [n for n, m in manifests.items() if m.flyte_execution != execution],
         "config_digest": config_digest,
         "digests": {name: manifest.digest for name, manifest in manifests.items()},
         "artifacts": {name: str(folder) for name, folder in folders.items()},
@@ -411,10 +412,9 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         return f"{facts['pass_at_1'][name]:.1%}  [{low:.1%}, {high:.1%}]"
 
     low, high = facts["gain_interval"]
-    cached = set(facts["cached"])
     times = ", ".join(
         f"{facts['trained_by'] if name == POLICY else name} "
-        f"{'unchanged' if name in cached else human_time(seconds)}"
+        f"{'unchanged' if name in facts['unchanged'] else human_time(seconds)}"
         for name, seconds in facts["seconds"].items()
         if name != "total"
     )
@@ -486,8 +486,8 @@ def finalize(run: RunContext, artifact: Artifact) -> Artifact:
     manifest = read_manifest(folder)
     if manifest.kind == "promotion":
         say(f"run {run.run_id}: report in {display_path(write_pages(run, folder))}")
-    cached = manifest.flyte_execution != (host().execution or run.run_id)
-    if manifest.kind == "evaluation" and cached:  # it has said nothing in this run
+    unchanged = manifest.flyte_execution != (host().execution or run.run_id)
+    if manifest.kind == "evaluation" and unchanged:  # from the cache, it has said nothing here
         for line in (line for one in summary.read_sets(folder) for line in one.lines()):
             say(f"evaluation: {line}")
     metrics = {k: v for k, v in manifest.metrics.items() if k != "seconds"}

@@ -42,7 +42,7 @@ def facts(tracking_uri: str, url: str) -> dict[str, Any]:
         "gain_interval": [0.4, 0.6],
         "problems": 32,
         "seconds": {"dataset": 1.0, "total": 2.0},
-        "cached": [],
+        "unchanged": [],
         "report": "outputs/runs/20261121-024512-3f9a/report.html",
         "start_model": "",
         "warm_start": True,

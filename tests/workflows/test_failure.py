@@ -59,7 +59,7 @@ def test_the_stages_before_it_are_cached(tried_again: TriedAgain) -> None:
     again = tried_again.again
     assert again.code == 0, again.text
     assert again.stages == list(STAGES[3:])
-    assert again.summary["cached"] == ["dataset", "sft", "reward_audit"]
+    assert again.summary["unchanged"] == ["dataset", "sft", "reward_audit"]
 
 
 def test_a_run_that_was_never_opened_has_nothing_to_record(place: Place) -> None:

@@ -90,7 +90,7 @@ def test_the_summary_holds_what_was_promised(finished: Finished) -> None:
     assert set(summary["seconds"]) == {*STAGES, "total"}
     assert all(seconds > 0 for seconds in summary["seconds"].values())
     assert sum(summary["seconds"][s] for s in STAGES) < summary["seconds"]["total"]
-    assert summary["cached"] == []
+    assert summary["unchanged"] == []
     for stage in STAGES:
         assert verify(finished.artifact(stage)).digest == summary["digests"][stage]
 
@@ -286,7 +286,7 @@ def test_an_unchanged_run_recomputes_nothing(finished: Finished) -> None:
     assert "is the champion already" in again.out
     assert time.monotonic() - started < finished.seconds
     before, after = finished.outcome.summary, again.summary
-    assert after["cached"] == ["dataset", "sft", "reward_audit", "rl", "evaluation"]
+    assert after["unchanged"] == ["dataset", "sft", "reward_audit", "rl", "evaluation"]
     for fact in ("pass_at_1", "gain", "gain_interval", "config_digest"):
         assert after[fact] == before[fact]
     assert {k: v for k, v in after["digests"].items() if k != "promotion"} == {
@@ -325,7 +325,7 @@ def test_a_changed_rl_setting_keeps_data_and_warm_start(finished: Finished) -> N
     assert "rl: grpo on ray" in outcome.out
     assert [line for line in outcome.foreign if not line.startswith("plan: ")] == []
     assert outcome.stages == ["rl", "evaluation", "promotion"]
-    assert outcome.summary["cached"] == ["dataset", "sft", "reward_audit"]
+    assert outcome.summary["unchanged"] == ["dataset", "sft", "reward_audit"]
     assert outcome.summary["digests"]["sft"] == finished.outcome.summary["digests"]["sft"]
 
 

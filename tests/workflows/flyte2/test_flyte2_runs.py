@@ -174,7 +174,7 @@ def test_a_second_run_hits_but_for_what_was_deleted(runs: Runs) -> None:
     """The warm start is made again, the same; what was made of it is a hit."""
     assert "sft: its result was deleted from the disk and is made again" in runs.again.out
     assert runs.again.stages == ["sft", "promotion"]
-    assert runs.found_again["cached"] == ["dataset", "reward_audit", "rl", "evaluation"]
+    assert runs.found_again["unchanged"] == ["dataset", "reward_audit", "rl", "evaluation"]
     assert runs.found_again["digests"]["sft"] == runs.found["digests"]["sft"]
     assert "is the champion already" in runs.again.out
 
