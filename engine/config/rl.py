@@ -112,7 +112,7 @@ class UpdateConfig(Section):
     ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
     ppo_epochs: int = Field(1, ge=1, description="Passes over each step's batch")
     max_tokens_per_micro_batch: int = Field(16384, ge=64)
-    """Tokens of one forward and backward pass; on a GPU fewer where 16384 need too much memory"""
+    """Tokens of one forward and backward pass; on a GPU fewer if 16384 need too much memory"""
 
 
 class ActorConfig(UpdateConfig):
@@ -195,17 +195,16 @@ class RolloutConfig(TokenSamplingConfig):
     """KV cache of a copy of the policy; null: native's grows with its sequences, vLLM's has 256 on
     a CPU, and on a GPU what rollout.vllm.gpu_memory_utilization leaves"""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """async on native and vllm: what new weights do with the keys and values of unfinished
-    completions: recompute, so that log-probs are of their version alone, or keep (PipelineRL)"""
+    """async, native and vllm: keys and values of unfinished completions after new weights arrive.
+    recompute: each log-prob is that of one version; keep: they stay, which is free (PipelineRL)"""
     enable_rollout_routing_replay: bool = False
     """MoE models: record experts for actor.router_replay.mode=R3"""
     cuda_graphs: bool = False
     """native on a GPU: replay decode steps of the Llama family as CUDA graphs"""
     lora: Literal["", "merged", "adapter"] = ""
-    """How a policy's adapters are decoded: merged into a dense copy of the matrices that they are
-    on, or adapter: beside the base, which native and vllm in process share with the trainer, packed
-    or not. Empty: on a GPU vllm takes adapters, and native what the planner finds faster; else
-    merged"""
+    """LoRA in rollout. merged: a dense copy of the adapted matrices; adapter: no copy, on a base
+    that native and vllm in process share with the trainer. Empty: adapter on a GPU, for native only
+    if the merged copy doesn't fit; merged on a CPU"""
     val_kwargs: ValidationSamplingConfig = ValidationSamplingConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     agent: AgentConfig = AgentConfig()
@@ -230,9 +229,8 @@ class TrainerConfig(LoopConfig):
     """Rollout source: sync, one_step_off, async, or your own: who waits for whom"""
     delta_sync: bool = Field(False, description="Send rollout processes only changed weights")
     weight_transfer: Literal["auto", "nccl", "gloo", "store"] = "auto"
-    """async: how samplers get whole weights. nccl (not run yet), gloo: a broadcast to vLLM, which
-    decodes on; store: through Ray's; auto: nccl where policy and samplers have whole GPUs, else
-    store"""
+    """async: how samplers get whole weights. nccl (not run yet), gloo: a broadcast, while vLLM decodes
+    on; store: Ray's object store; auto: nccl if policy and samplers have whole GPUs, else store"""
     staleness: int = Field(1, ge=0, description="async: versions that a completion may be behind")
     rollout_workers: int = Field(1, ge=1)
     """one_step_off, async: processes that only decode and validate, each with a whole policy; what

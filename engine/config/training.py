@@ -29,16 +29,16 @@ class ParallelConfig(Section):
     """Rows as one sequence without padding, a shared prompt computed once; auto: where that saves a
     twentieth of the positions"""
     offload_params: bool = False
-    """With fsdp: move the weights to CPU memory between phases, as during rollout"""
+    """With fsdp: keep the weights in CPU memory while they aren't used, such as during rollout"""
     offload_policy: bool = False
     """With fsdp: weights, gradients and moments stay in CPU memory, where Adam runs; a layer is
     copied to the device for each use (FSDP2's CPUOffloadPolicy)"""
     offload_optimizer: bool = False
     """Keep the optimizer's moments in CPU memory between updates"""
     activation_checkpointing: bool | Literal["selective"] | None = None
-    """Keep layers' inputs only and recompute the rest in backward; selective: keep the outputs of
-    attention and every second matrix product, too; null: no, and RL on a GPU chooses by its memory
-    """
+    """true: keep layers' inputs only and recompute the rest in backward; selective: also keep the
+    outputs of attention and every second matrix product; null: RL on a GPU chooses by the GPU's
+    memory, all else keeps everything"""
     activation_offload: bool = False
     """Checkpoint activations, and keep the layers' inputs in pinned CPU memory until backward: for
     rows of very many tokens on a GPU"""
