@@ -13,9 +13,10 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
-from typing import Never, NoReturn, ParamSpec, Self, TextIO
+from typing import Never, NoReturn, ParamSpec, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -137,7 +138,7 @@ def say(line: str, *, error: bool = False) -> None:
     print(presentable(line), file=sys.stderr if error else sys.stdout, flush=True)
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Progress to a total, counted by `update`; a context manager.
 
     A terminal or a Jupyter notebook gets a bar; a pipe gets a line every few seconds and at the
@@ -193,9 +194,6 @@ class Progress:
         elif self.count:
             print(self.line(), file=self._stream, flush=True)
         self.count, self._bar = 0, None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -23,12 +23,12 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from engine.agents import environment_protocol as protocol
 from engine.errors import ConfigError, EngineError, EpisodeError, WorkerError
@@ -478,7 +478,7 @@ class EnvironmentProcess:
             pending.future.set_exception(protocol.EnvironmentFailure(cause, message))
 
 
-class EnvironmentPool:
+class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     """Processes that play episodes of one environment; a context manager.
 
     Raises ConfigError for an environment that can't be made, and EpisodeError where its process
@@ -532,9 +532,6 @@ class EnvironmentPool:
         """End all processes and what they left behind; calls under way fail."""
         for process in self._processes:
             process.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -13,10 +13,11 @@ import tempfile
 from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -43,7 +44,7 @@ BATCH_ROWS = 1024  # encoded at once
 _KINDS = {bool: pa.bool_(), int: pa.int64(), float: pa.float64(), str: pa.string()}
 
 
-class ParquetWriter:
+class ParquetWriter(AbstractContextManager["ParquetWriter"]):
     """Writes RL rows in verl's schema, in bounded memory; the file is there after a clean exit.
 
     Rows wait in a temporary file until the type of each field of `extra_info` is known. A field
@@ -55,9 +56,6 @@ class ParquetWriter:
         self._spool = tempfile.TemporaryFile("w+", encoding="utf-8", dir=path.parent)  # noqa: SIM115
         self._kinds: dict[str, pa.DataType] = {}
         self._fields: set[str] = set()  # of messages
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, *error: object) -> None:
         with self._spool:

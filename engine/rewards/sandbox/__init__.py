@@ -13,10 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
 
 from engine.errors import RewardError
 from engine.rewards.sandbox import guest
@@ -61,7 +60,7 @@ class Ended:
         return self.how == "itself" and self.status == 0
 
 
-class Sandbox:
+class Sandbox(AbstractContextManager["Sandbox"]):
     """A sandbox for programs that run one after the other; a context manager.
 
     `channel` is one end of a socket pair over which a served program is called, or a tester calls.
@@ -119,9 +118,6 @@ class Sandbox:
         self._process.wait()
         self._control.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
