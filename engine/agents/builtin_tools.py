@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.agents.tools import register_tool
+from engine.data.rows import words_of
 from engine.errors import ConfigError
 from engine.rewards.code import require_containment
 from engine.rewards.sandbox import Limits, Sandbox
@@ -160,7 +161,6 @@ def python(code: str, *, timeout_s: float = 5.0, memory_mb: int = 512, weak: boo
 
 # Retrieval over a local corpus by BM25 (Robertson and Zaragoza 2009).
 
-_WORD = re.compile(r"\w+")
 _K1, _B = 1.5, 0.75
 
 
@@ -181,7 +181,7 @@ class Bm25:
     def __init__(self, texts: list[str]) -> None:
         self.texts = texts
         self._postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
-        words_of_texts = [_WORD.findall(text.lower()) for text in texts]
+        words_of_texts = list(map(words_of, texts))
         mean = sum(map(len, words_of_texts)) / max(1, len(texts)) or 1.0
         for index, words in enumerate(words_of_texts):
             length = 1 - _B + _B * len(words) / mean
@@ -191,7 +191,7 @@ class Bm25:
     def best(self, query: str, count: int) -> list[tuple[int, str]]:
         """The `count` texts that fit best, with their numbers; fewer where fewer share a word."""
         scores: Counter[int] = Counter()
-        for word in set(_WORD.findall(query.lower())):
+        for word in set(words_of(query)):
             postings = self._postings.get(word, [])
             rarity = math.log(1 + (len(self.texts) - len(postings) + 0.5) / (len(postings) + 0.5))
             for index, weight in postings:
