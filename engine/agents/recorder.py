@@ -135,8 +135,7 @@ class EpisodeRecorder:
         """
         limits, length, observed = self._limits, len(prompt.ids), 0
         self._first_prompt = self._first_prompt or prompt.ids
-        if prompt.extends:
-            assert prompt.parent is not None
+        if prompt.parent is not None and prompt.extends:
             observed = length - len(prompt.parent.sequence.prompt_ids)
         left = limits.turn_length(len(self.turns) + count, length, observed)
         if left == "turns":
@@ -160,8 +159,7 @@ class EpisodeRecorder:
         key: Hashable = None,
     ) -> RecordedTurn:
         """Record a turn as it was sampled; `answer` is the message that the client was given."""
-        if prompt.extends:
-            assert prompt.parent is not None
+        if prompt.parent is not None and prompt.extends:
             sequence = prompt.parent.sequence
             sequence.add_observation(prompt.ids[prompt.parent.length :])
         else:
