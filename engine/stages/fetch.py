@@ -12,6 +12,7 @@ from typing import Literal
 from engine.config import ModelConfig
 from engine.console import display_path, say
 from engine.errors import ConfigError, LineageError, StorageError
+from engine.lineage.lookup import PREFIX, is_reference
 from engine.stages.settings import RunContext
 from engine.stages.stage import Artifact, shared, show_facts, stage
 from engine.storage import artifacts
@@ -25,7 +26,6 @@ from engine.tracking.model_versions import (
     require_tagged_content,
 )
 
-REGISTERED = "models:/"
 START_MODEL: Literal["start_model"] = "start_model"  # kind of the artifact without a warm start
 
 
@@ -47,7 +47,7 @@ def resolve(reference: str, name: str, experiment: str) -> Path:
 
     if not reference:
         raise ConfigError(f"{name} is empty; give models:/NAME@ALIAS, a folder or an s3:// address")
-    if reference.startswith(REGISTERED):
+    if is_reference(reference):
         tracker = Tracker(experiment=experiment)
         return _from_registry(tracker, tracker.model_version(reference))
     if "://" not in reference and not Path(reference).exists():
@@ -80,7 +80,7 @@ def _from_registry(tracker: Tracker, version: ModelVersion) -> Path:
     with artifacts.staging("download") as draft:
         folder = tracker.download_model(version, draft / "model")
         if not (folder / MANIFEST).is_file():
-            return _publish_copy(folder, f"{REGISTERED}{version.name}/{version.version}")
+            return _publish_copy(folder, f"{PREFIX}{version.name}/{version.version}")
         manifest = artifacts.read_manifest(folder)
         target, alternative = _artifact_paths(manifest.kind, manifest.digest, manifest.own_digest)
         with contextlib.suppress(LineageError):  # missing or damaged
