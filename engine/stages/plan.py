@@ -83,7 +83,8 @@ def plan(
     by_preferences = workflow in BY_PREFERENCES
     pairs_digest = preferences_digest(config.pairs) if by_preferences else ""
     data_digest = check_names(config)
-    config = pin_model_commit(profiles.apply_profile(pin_named_content(config), machines))
+    config = profiles.apply_profile(pin_named_content(config), machines)
+    config = config.replaced({"model.path": pin_revision(config.model.path)})
     if workflow != "evaluate_only":
         profiles.require_shared_home(config)
     start_digest, context = check_inputs(config)
@@ -402,11 +403,6 @@ def pin_named_content(config: C) -> C:
         rl = rl.replaced({"rollout.agent": agent})
     pinned = {"pairs": _with_reward_code(config.ranking()), "evaluate": pinned_evaluation(config)}
     return config.model_copy(update={"rl": rl, **pinned})
-
-
-def pin_model_commit(config: C) -> C:
-    """Return the settings with the commit of a hub id in `model.path`; ModelError if unknown."""
-    return config.replaced({"model.path": pin_revision(config.model.path)})
 
 
 def pinned_evaluation(config: PipelineConfig) -> EvaluateConfig:

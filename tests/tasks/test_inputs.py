@@ -17,7 +17,8 @@ from engine.config import digest
 from engine.config.text import read_settings
 from engine.data import contract, rows
 from engine.errors import ConfigError, DataError, StorageError
-from engine.stages.plan import model_digest, pin_model_commit, pin_named_content
+from engine.stages.plan import model_digest, pin_named_content
+from engine.storage.filesystem import pin_revision
 from tasks.host import RLPrompts, SFTPairs, TableFile, as_table
 from tasks.inputs import RLHFConfig
 
@@ -240,7 +241,7 @@ def test_a_start_model_is_its_files_and_its_base(tmp_path: Path) -> None:
     write(base / "model.safetensors", "weights")
     write(adapter / "adapter_config.json", f'{{"base_model_name_or_path": "{base}"}}')
     config = RLHFConfig.model_validate({"model": {"path": str(adapter)}})
-    assert pin_model_commit(config) == config
+    assert pin_revision(config.model.path) == config.model.path
     before = model_digest(str(adapter))
     assert before == model_digest(str(adapter))
     write(base / "model.safetensors", "others")
