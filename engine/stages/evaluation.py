@@ -166,8 +166,7 @@ def answer_problems(
     share = share_of(sum(map(len, problems.values())), part)
     each = (share.stop - share.start) * (1 + config.samples)
     rows: dict[str, pd.DataFrame] = {}
-    bar = Progress(len(models) * each, "evaluation", "answer")
-    with bar:
+    with Progress(len(models) * each, "evaluation", "answer") as bar:
         for name, folder in models.items():
 
             def report(done: int, start: int = len(rows) * each) -> None:

@@ -107,8 +107,7 @@ def sample_tables(
         frames["train"] = frames["train"][: config.prompts].reset_index(drop=True)
     tables, metrics, before = {}, dict[str, float](), 0
     completions = config.n * sum(map(len, frames.values()))
-    bar = Progress(completions, "pairs", "completion")
-    with bar:
+    with Progress(completions, "pairs", "completion") as bar:
         for name, frame in frames.items():
 
             def report(done: int, start: int = before) -> None:
