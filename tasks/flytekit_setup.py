@@ -146,27 +146,24 @@ def local_outputs(outputs: LiteralMap) -> Iterator[Path]:
 # looked up in the local cache until one is not there.
 
 
-def _plan_alone() -> None:
-    """Let local runs end, with status 0, before the first stage that would be computed."""
-    local_task = PythonTask
-    execute = local_task.sandbox_execute
+_local_task: Any = PythonTask
+_execute = _local_task.sandbox_execute
 
-    def sandbox_execute(task: Any, context: FlyteContext, inputs: Any) -> Any:
-        name = _stage_name(task.name)
-        mode = getattr(task, "execution_mode", None)
-        planning = name in ("plan", "plan_promotion", "trigger_retraining")
-        planning |= mode == PythonFunctionTask.ExecutionBehavior.DYNAMIC
-        if planning or task.name.startswith("tasks.failure."):  # whose workflow's error is raised
-            return execute(task, context, inputs)
-        say(f"cached    {', '.join(_cached_stages) or 'nothing'}")
-        say(f"to do     {name} and what follows it; dry run, nothing is computed")
-        sys.exit(0)
 
-    local_task.sandbox_execute = sandbox_execute
+def _plan_alone(task: Any, context: FlyteContext, inputs: Any) -> Any:
+    """End a local run, with status 0, before the first stage that would be computed."""
+    name, mode = _stage_name(task.name), getattr(task, "execution_mode", None)
+    planning = name in ("plan", "plan_promotion", "trigger_retraining")
+    planning |= mode == PythonFunctionTask.ExecutionBehavior.DYNAMIC
+    if planning or task.name.startswith("tasks.failure."):  # whose workflow's error is raised
+        return _execute(task, context, inputs)
+    say(f"cached    {', '.join(_cached_stages) or 'nothing'}")
+    say(f"to do     {name} and what follows it; dry run, nothing is computed")
+    sys.exit(0)
 
 
 if is_dry_run():
-    _plan_alone()
+    _local_task.sandbox_execute = _plan_alone
 
 
 # Images and credentials, of `engine.stages.pods` as flytekit takes them.

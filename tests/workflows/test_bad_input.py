@@ -223,8 +223,8 @@ def test_a_dry_run_of_bad_input(
     place: Place, inputs: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure handler, which flytekit runs then, does not end it as one that succeeded."""
-    monkeypatch.setattr(PythonTask, "sandbox_execute", PythonTask.sandbox_execute)
-    flytekit_setup._plan_alone()  # as at the start of a process with the variable
+    # As at the start of a process with the variable.
+    monkeypatch.setattr(PythonTask, "sandbox_execute", flytekit_setup._plan_alone)
     outcome = place.run(*inputs, "--config", settings(), HYBRIDFLYTE_DRY_RUN="1")
     assert_refused(outcome, place, inputs[1])
     assert "to do" not in outcome.out
