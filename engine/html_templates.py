@@ -11,6 +11,10 @@ from markupsafe import Markup, escape
 # Characters that HTML can't contain, and marks that reorder the text around them.
 _UNPRINTABLE = re.compile("[\0-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 LONGEST = 4000  # characters of one text that a page shows
+# Before a table that may be wider than a phone.
+HINT = Markup(
+    '<p class="hint note" aria-hidden="true">wider than this screen: scroll sideways →</p>'
+)
 
 
 def environment(package: str) -> Environment:
@@ -24,6 +28,7 @@ def environment(package: str) -> Environment:
         undefined=StrictUndefined,
     )
     made.filters["breakable"] = breakable
+    made.globals["hint"] = HINT
     return made
 
 

@@ -114,6 +114,7 @@ def test_differences_are_on_the_page(run: Run, tmp_path: Path) -> None:
     assert "what differs" in source
     assert '<code class="was">better</code>' in source
     assert '<code class="is">other</code>' in source
+    assert source.count("scroll sideways") == 2, "metrics and nodes"
 
 
 def test_no_text_from_data_is_markup() -> None:
