@@ -1,7 +1,7 @@
 """Incremental data in dated folders: find the files that are new at a time, and their new rows.
 
     new_files = find_new_files("s3://bucket/problems", kickoff, ledger, lookback_days=30)
-    new_rows = find_new_rows(dataset, new_files)
+    new_rows = find_new_rows(dataset, new_files, config.data)
 
 A prefix has one folder per day, `2026-11-20/` or `dt=2026-11-20/`, with `.parquet` and `.jsonl`
 files at any depth below. A file is new at a kick-off if its day is not after the kick-off's, it was
@@ -19,12 +19,15 @@ from pathlib import Path
 import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
+from engine.config import RowsConfig
 from engine.data.contract import truth_of
-from engine.data.rows import RULE, canonical_rows, normalise, prompt_text
+from engine.data.row_files import MappedRows, RowMapper
+from engine.data.rows import RULE, canonical_row, normalise, prompt_text
 from engine.data.sources import evaluation_files
 from engine.errors import ConfigError, DataError
 from engine.storage.filesystem import Entry, Files, as_path, is_remote, translated
-from engine.storage.readers import parse_rows, read_bytes
+from engine.storage.json_rows import Row
+from engine.storage.readers import read_bytes
 
 _DAY = re.compile(r"(?:[A-Za-z_]\w*=)?(\d{4}-\d{2}-\d{2})")
 _UNFINISHED = (".", "_")  # first letters of files that are still being written
@@ -126,12 +129,19 @@ def _written(entry: Entry) -> datetime:
     )
 
 
-def read_new_files(new_files: NewFiles) -> list[dict[str, object]]:
+def read_new_files(new_files: NewFiles, config: RowsConfig) -> tuple[list[Row], list[str]]:
     """Read the rows of all new files in canonical form, in the order of their paths.
 
-    Raises DataError for a file that has changed since it was found, and for an unusable row.
+    Prompts get `data.system_prompt`, as those of the champion's dataset have. Returns notes on what
+    `data.bad_rows=drop` leaves out, too. Raises DataError for a file that has changed since it was
+    found, and for an unusable row.
     """
-    rows: list[dict[str, object]] = []
+    rows, notes, mapper = list[Row](), list[str](), RowMapper(config)
+
+    def canonical(raw: Row, where: str) -> Row:
+        row = canonical_row(raw, where)
+        return row | {"prompt": mapper.with_system(row["prompt"])}
+
     for file in new_files.files:
         uri = f"{new_files.prefix}/{file.path}"
         data = read_bytes(uri)
@@ -139,8 +149,10 @@ def read_new_files(new_files: NewFiles) -> list[dict[str, object]]:
             raise DataError(
                 f"{uri} was written again while this run ingested it; start the run again"
             )
-        rows += canonical_rows(parse_rows(data, uri), uri, need_truth=True)
-    return rows
+        mapped = MappedRows(uri, config, need_truth=True, mapper=canonical, content=data)
+        rows += [row for _, row in mapped]
+        notes += mapped.notes()
+    return rows, notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +160,8 @@ class NewRows:
     """The rows of new files that a retraining run may train on."""
 
     rows: pd.DataFrame  # each prompt once, in the order of arrival, with all columns of the files
-    total: int  # rows in the new files, e.g. 70
+    total: int  # good rows in the new files, e.g. 70
+    notes: Sequence[str] = ()  # on what was left out as bad
 
     @property
     def dropped(self) -> int:
@@ -156,11 +169,12 @@ class NewRows:
         return self.total - len(self.rows)
 
 
-def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
+def find_new_rows(dataset: Path, new_files: NewFiles, config: RowsConfig) -> NewRows:
     """Read the new files and keep the rows that are new to a dataset's folder."""
-    arrived = pd.DataFrame(read_new_files(new_files))
+    rows, notes = read_new_files(new_files, config)
+    arrived = pd.DataFrame(rows)
     if arrived.empty:
-        return NewRows(arrived, 0)
+        return NewRows(arrived, 0, notes)
     held_out = [dataset / f"{name}.parquet" for name in ("validation", "sft_validation")]
     held_out += evaluation_files(dataset).values()
     seen = {key for path in held_out for key in _prompt_keys(pd.read_parquet(path))}
@@ -171,7 +185,7 @@ def find_new_rows(dataset: Path, new_files: NewFiles) -> NewRows:
         is_new.append(key not in seen and (key, truth_of(rule)) not in trained)
         if is_new[-1]:
             seen.add(key)
-    return NewRows(arrived[is_new].reset_index(drop=True), len(arrived))
+    return NewRows(arrived[is_new].reset_index(drop=True), len(arrived), notes)
 
 
 def sample_replay(old: pd.DataFrame, new: pd.DataFrame, share: float, seed: int) -> pd.DataFrame:

@@ -25,7 +25,7 @@ from engine.errors import ConfigError, DataError, EmptyFileError, EngineError, f
 from engine.final_answers import DecimalMark, last_boxed, normalise_number
 from engine.storage.filesystem import as_path, is_hub_id, is_remote
 from engine.storage.json_rows import Numbered, Row
-from engine.storage.readers import is_data_file, list_files, open_file, stream_rows
+from engine.storage.readers import is_data_file, list_files, open_file, parse_rows, stream_rows
 
 HUB = "hf://"
 HUB_TIMEOUT_S = 10.0
@@ -357,9 +357,13 @@ class MappedRows:
         *,
         need_truth: bool = False,
         mapper: Callable[[Row, str], Row] | None = None,
+        content: bytes | None = None,
     ) -> None:
-        """`mapper` makes rows canonical; None: as RL rows, which may `need_truth`."""
-        self.address = address
+        """`mapper` makes rows canonical; None: as RL rows, which may `need_truth`.
+
+        content: of the file, where that was read already.
+        """
+        self.address, self._content = address, content
         self._policy, self._need_truth = config.bad_rows, need_truth
         self._map = mapper or RowMapper(config)
         self._total = 0  # rows seen, good ones too
@@ -368,8 +372,12 @@ class MappedRows:
         self._first = ""  # why the first one is bad
 
     def __iter__(self) -> Iterator[tuple[int, Row]]:
-        is_hub = self.address.startswith(HUB)
-        numbered = hub_rows(self.address) if is_hub else stream_rows(self.address)
+        if self._content is not None:
+            numbered = parse_rows(self._content, self.address)
+        elif self.address.startswith(HUB):
+            numbered = hub_rows(self.address)
+        else:
+            numbered = stream_rows(self.address)
         try:
             for number, raw in numbered:
                 self._total += 1
@@ -396,7 +404,10 @@ class MappedRows:
             raise raw
         row = self._map(raw, where)
         if self._need_truth and row[RULE][TRUTH] is None:
-            raise DataError(f"{where}: there is no ground truth; name its column in data.columns")
+            raise DataError(
+                f"{where}: there is no ground truth; give {RULE}.{TRUTH}, or name its column in "
+                "data.columns"
+            )
         return row
 
     def refuse_without_truth(self, numbers: Sequence[int]) -> None:

@@ -152,26 +152,11 @@ EPISODE_COLUMNS: ColumnTypes = {  # besides, where problems are episodes: a text
 }
 
 
-def canonical_rows(rows: Sequence[Row], name: str, *, need_truth: bool = False) -> list[Row]:
-    """The rows of the file `name` in canonical form, all with the same columns.
-
-    Raises DataError as `canonical_row` does, and where only some rows have a ground truth, or any
-    has none with `need_truth`.
-    """
-    rows = [canonical_row(row, f"{name}, row {i}") for i, row in enumerate(rows, start=1)]
-    missing = [i for i, row in enumerate(rows, start=1) if row[RULE][TRUTH] is None]
-    if missing and (need_truth or len(missing) < len(rows)):
-        raise missing_truths(name, missing, len(rows), "" if need_truth else " or in none")
-    return same_columns(rows)
-
-
-def missing_truths(
-    name: str, missing: Sequence[int], total: int, or_none: str = " or in none"
-) -> DataError:
+def missing_truths(name: str, missing: Sequence[int], total: int) -> DataError:
     """The error that says which rows of `total` have no ground truth."""
     return DataError(
         f"{name}: {len(missing)} of {total} rows have no ground truth ({row_numbers(missing)}); "
-        f"give {RULE}.{TRUTH} in all rows{or_none}"
+        f"give {RULE}.{TRUTH} in all rows or in none"
     )
 
 

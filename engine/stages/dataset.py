@@ -238,7 +238,9 @@ def trigger_retraining(
     previous = local_path(uri)
     ledger = read_ledger(previous)
     new_files = find_new_files(config.retrain.path, at, ledger, config.retrain.lookback_days)
-    new_rows = find_new_rows(previous, new_files)
+    new_rows = find_new_rows(previous, new_files, config.data)
+    for note in new_rows.notes:
+        say(f"retraining: {note}")
     reason = skip_reason(new_files, new_rows, config.retrain, champion)
     lora = plan.rl_lora(config.model)
     run = plan.open_run(config, content, "retraining")
@@ -351,7 +353,7 @@ def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Art
             )
         this.parents.append(manifest.as_parent("former_dataset", new_data.dataset))
         model = str(champion.local())
-        splits = with_new_rows(previous, new_data, settings.retrain, settings.seed)
+        splits = with_new_rows(previous, settings)
         check_contract(splits)
         context = vocabulary_and_context(model)[1]
         facts = write_splits(this, splits, open_tokenizer(model), settings.data, context)
@@ -361,16 +363,18 @@ def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Art
         return this.publish(facts)
 
 
-def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed: int) -> Splits:
+def with_new_rows(previous: Path, settings: IngestSettings) -> Splits:
     """Return the splits of the dataset `previous`, with new rows and a replay as `train`."""
+    new_data = settings.new_data
     splits: dict[str, Any] = {n: pd.read_parquet(previous / f"{n}.parquet") for n in SPLITS}
-    new = find_new_rows(previous, NewFiles(new_data.prefix, tuple(new_data.files)))
+    new_files = NewFiles(new_data.prefix, tuple(new_data.files))
+    new = find_new_rows(previous, new_files, settings.data)
     if new.rows.empty:
         raise DataError(
             f"none of the {new.total} new problems of {new_data.prefix} is left to train on: "
             "they are in the champion's test and validation sets, or it was trained on them already"
         )
-    replay = sample_replay(splits["train"], new.rows, config.replay, seed)
+    replay = sample_replay(splits["train"], new.rows, settings.retrain.replay, settings.seed)
     splits["train"] = contract.uniform_columns(pd.concat([new.rows, replay], ignore_index=True))
     say(
         f"dataset: {len(new.rows)} new problems ({new.dropped} repeated or held out left "
@@ -379,4 +383,10 @@ def with_new_rows(previous: Path, new_data: NewData, config: RetrainConfig, seed
     digest = json_digest({file.path: file.sha256 for file in new_data.files})
     files = sources.evaluation_files(previous).items()
     sets = {name: pd.read_parquet(path) for name, path in files if name != "test"}
-    return Splits(**splits, source_digest=digest, source_uri=new_data.prefix, evaluation=sets)
+    return Splits(
+        **splits,
+        source_digest=digest,
+        source_uri=new_data.prefix,
+        notes=tuple(new.notes),
+        evaluation=sets,
+    )

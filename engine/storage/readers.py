@@ -93,14 +93,9 @@ PACKED = ".gz"  # after a suffix of text
 _CHOICES = f"a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file"
 
 
-def parse_rows(data: bytes, name: str) -> list[json_rows.Row]:
-    """Parse the bytes of the file called `name`; DataError, with the line, or for no rows."""
-    rows: list[json_rows.Row] = []
-    for _, row in _stream(io.BytesIO(data), name):
-        if isinstance(row, DataError):
-            raise row
-        rows.append(row)
-    return rows
+def parse_rows(data: bytes, name: str) -> Iterator[json_rows.Numbered]:
+    """Yield the rows in the bytes of the file called `name`; see `stream_rows`."""
+    return _stream(io.BytesIO(data), name)
 
 
 def stream_rows(uri: str | Path) -> Iterator[json_rows.Numbered]:

@@ -28,7 +28,7 @@ from engine.stages.dataset import (
     with_new_rows,
     write_split,
 )
-from engine.stages.settings import NewData
+from engine.stages.settings import IngestSettings, NewData
 from engine.tracking.model_versions import ModelVersion
 
 # Ingest: which arrived rows are new, and that rows which keep the contract can be stored.
@@ -80,12 +80,18 @@ def arrive(folder: Path, *files: list[Row]) -> NewFiles:
     return find_new_files(str(day.parent), KICKOFF, [], 30)
 
 
-def ingest(former: Path, new_files: NewFiles, config: RetrainConfig = CONFIG) -> pd.DataFrame:
+def ingest(
+    former: Path,
+    new_files: NewFiles,
+    config: RetrainConfig = CONFIG,
+    data: DataConfig = DataConfig(),  # noqa: B008 (frozen)
+) -> pd.DataFrame:
     """Mix, check and store the next dataset, as the task does; return `train` as it is read."""
     new_data = NewData(
         prefix=new_files.prefix, files=list(new_files.files), dataset=str(former), dataset_digest=""
     )
-    splits = with_new_rows(former, new_data, config, 0)
+    settings = IngestSettings(new_data=new_data, data=data, retrain=config, seed=0)
+    splits = with_new_rows(former, settings)
     check_contract(splits)
     folder = former.with_name(f"{former.name}-next")
     folder.mkdir()
@@ -166,14 +172,15 @@ def champion() -> ModelVersion:
 
 
 def reason(former: Path, new_files: NewFiles) -> str:
-    return skip_reason(new_files, find_new_rows(former, new_files), CONFIG, champion())
+    new_rows = find_new_rows(former, new_files, DataConfig())
+    return skip_reason(new_files, new_rows, CONFIG, champion())
 
 
 def test_what_is_held_out_or_trained_on_already_is_not_new(former: Path, tmp_path: Path) -> None:
     known = [row(question.upper(), truth) for question, truth in asked(former, "train")]
     held_out = [row(question) for question, _ in asked(former, "test")]
     new_files = arrive(tmp_path, held_out, known)
-    found = find_new_rows(former, new_files)
+    found = find_new_rows(former, new_files, DataConfig())
     assert (len(found.rows), found.dropped) == (0, 28)
     said = reason(former, new_files)
     assert said.startswith("0 new problems since version 3 became champion (28 more are repeated,")
@@ -202,7 +209,33 @@ def test_a_row_without_a_prompt_is_named(former: Path, tmp_path: Path) -> None:
     for number, rows in enumerate(([{"text": "?"}], [row("one"), row("two", prompt=None)])):
         message = rf"2099-12-31/0\.jsonl, row {number + 1}: column 'prompt' is None; give"
         with pytest.raises(DataError, match=message):
-            find_new_rows(former, arrive(tmp_path / str(number), rows))
+            find_new_rows(former, arrive(tmp_path / str(number), rows), DataConfig())
+
+
+def test_arrived_prompts_get_the_system_message_that_the_old_ones_have(tmp_path: Path) -> None:
+    data = DataConfig(sft_size=16, train_size=16, validation_size=4, test_size=12,
+                      system_prompt="Be brief.")  # fmt: skip
+    (folder := tmp_path / "former").mkdir()
+    for name, frame in load_splits(data, 0).frames().items():
+        write_split(frame, folder / f"{name}.parquet")
+    test = pd.read_parquet(folder / "test.parquet")["prompt"]
+    held_out = [row(prompt[1]["content"]) for prompt in test]
+    new_files = arrive(tmp_path, [*map(row, QUESTIONS), *held_out])
+    assert find_new_rows(folder, new_files, data).dropped == len(held_out)
+    assert {prompt[0]["content"] for prompt in ingest(folder, new_files, data=data)["prompt"]} == {
+        "Be brief."
+    }
+
+
+def test_bad_rows_that_arrive_are_left_out_where_the_settings_say_so(
+    former: Path, tmp_path: Path
+) -> None:
+    new_files = arrive(tmp_path, [*map(row, QUESTIONS), {"prompt": "4?"}])
+    with pytest.raises(DataError, match=r"row 11: there is no ground truth.*data\.bad_rows=drop"):
+        find_new_rows(former, new_files, DataConfig())
+    new = find_new_rows(former, new_files, DataConfig(bad_rows="drop"))
+    assert len(new.rows) == new.total == 10
+    assert "1 of 11 rows are bad and left out (row 11)" in new.notes[0]
 
 
 def test_rows_of_other_forms_are_ingested_as_on_the_command_line(
@@ -217,7 +250,7 @@ def test_rows_of_other_forms_are_ingested_as_on_the_command_line(
     with pytest.raises(DataError, match=r"/0\.jsonl, row 2: column 'ground_truth' is 7, but rew"):
         ingest(former, arrive(tmp_path / "two", rows))
     rows[1] = {"prompt": QUESTIONS[1], "ground_truth": float("nan")}
-    with pytest.raises(DataError, match=r"/0\.jsonl: 1 of 10 rows have no ground truth \(row 2\)"):
+    with pytest.raises(DataError, match=r"/0\.jsonl, row 2: there is no ground truth"):
         ingest(former, arrive(tmp_path / "three", rows))
 
 

@@ -25,7 +25,15 @@ from engine.data.contract import (
     check_disjoint,
 )
 from engine.data.row_files import read_file_rows
-from engine.data.rows import canonical_rows, has_words, is_messages, rl_row, sft_row, user_message
+from engine.data.rows import (
+    canonical_row,
+    has_words,
+    is_messages,
+    rl_row,
+    same_columns,
+    sft_row,
+    user_message,
+)
 from engine.errors import DataError
 from engine.evaluation.results import Judged, build_rows
 from engine.rewards.calls import RewardRows
@@ -286,13 +294,15 @@ def test_nan_is_no_ground_truth(tmp_path: Path, suffix: str) -> None:
     with pytest.raises(DataError, match=message):
         read_rl_rows(write("some", [2.0, nan, nan]))
     assert truths(read_rl_rows(write("none", [nan, nan]))) == [None, None]
-    with pytest.raises(DataError, match=r"none: 1 of 1 rows .* \(row 1\); give .* in all rows$"):
-        canonical_rows([{"prompt": "1?", "reward_model": {"ground_truth": nan}}], "none",
-                       need_truth=True)  # fmt: skip
+
+
+def canonical_rows(rows: list[Row]) -> list[Row]:
+    numbered = enumerate(rows, start=1)
+    return same_columns([canonical_row(row, f"d.jsonl, row {i}") for i, row in numbered])
 
 
 def test_values_stay_as_they_are_and_what_only_some_rows_have_is_none() -> None:
-    rows = canonical_rows([{"prompt": "a", "level": 1}, {"prompt": "b"}], "d.jsonl")
+    rows = canonical_rows([{"prompt": "a", "level": 1}, {"prompt": "b"}])
     assert [row["level"] for row in rows] == [1, None]
     assert rows[0] == {
         "prompt": [{"role": "user", "content": "a"}],
@@ -302,7 +312,7 @@ def test_values_stay_as_they_are_and_what_only_some_rows_have_is_none() -> None:
         "extra_info": {},
         "reward_model": {"style": "rule", "ground_truth": None},
     }
-    assert canonical_rows(rows, "d.jsonl") == rows
+    assert canonical_rows(rows) == rows
 
 
 @pytest.mark.parametrize(
@@ -329,12 +339,12 @@ def test_values_stay_as_they_are_and_what_only_some_rows_have_is_none() -> None:
 )
 def test_a_row_without_one_form_is_refused_by_number(columns: Row, message: str) -> None:
     with pytest.raises(DataError, match=rf"^d\.jsonl, row 2: {message}"):
-        canonical_rows([{"prompt": "ok"}, {"prompt": "ok", **columns}], "d.jsonl")
+        canonical_rows([{"prompt": "ok"}, {"prompt": "ok", **columns}])
 
 
 def test_a_value_of_megabytes_is_shown_in_short() -> None:
     with pytest.raises(DataError) as caught:
-        canonical_rows([{"prompt": "ok", "extra_info": "x" * 10_000_000}], "d.jsonl")
+        canonical_rows([{"prompt": "ok", "extra_info": "x" * 10_000_000}])
     assert len(str(caught.value)) < 200
 
 
@@ -377,7 +387,11 @@ ROWS = st.builds(
 def test_any_json_rows_are_canonical_or_refused(given_rows: list[Row]) -> None:
     data = "\n".join(json.dumps(row) for row in given_rows).encode()
     try:
-        rows = canonical_rows(parse_rows(data, "d.jsonl"), "d.jsonl")
+        parsed = [row for _, row in parse_rows(data, "d.jsonl")]
+        for row in parsed:
+            if isinstance(row, DataError):
+                raise row
+        rows = canonical_rows(parsed)
     except DataError as error:
         message = str(error)
     else:
@@ -389,10 +403,9 @@ def test_any_json_rows_are_canonical_or_refused(given_rows: list[Row]) -> None:
             assert row.keys() == rows[0].keys()
         seen = truths(rows)
         assert all(truth == truth for truth in seen)
-        assert len({truth is None for truth in seen}) == 1
         columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
         RewardRows(["p"] * len(rows), ["c"] * len(rows), columns)
         json.dumps(rows, ensure_ascii=False).encode()
-        assert canonical_rows(rows, "d.jsonl") == rows
+        assert canonical_rows(rows) == rows
     assert message.startswith("d.jsonl")
     assert len(message.encode()) < 1000

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from s3_server import flyte_variables, s3_server
 
+from engine.config import RowsConfig
+from engine.data import incremental_data
 from engine.data.incremental_data import DataFile, NewFiles, find_new_files, read_new_files
 from engine.data.rows import rl_row
 from engine.errors import ConfigError, DataError
@@ -46,7 +48,9 @@ def test_what_was_written_up_to_the_kick_off_is_new(tmp_path: Path) -> None:
         "2026-11-20/early.jsonl",
         "dt=2026-11-19/deep/b.jsonl",
     ]
-    assert [row["extra_info"]["n"] for row in read_new_files(new_files)] == [1, 4, 2, 3]
+    rows, notes = read_new_files(new_files, RowsConfig())
+    assert [row["extra_info"]["n"] for row in rows] == [1, 4, 2, 3]
+    assert not notes
     assert (new_files.late, new_files.known, new_files.waiting) == (0, 0, 1)
 
 
@@ -101,7 +105,7 @@ def test_a_file_that_changes_under_the_run_is_told(tmp_path: Path) -> None:
     new_files = find_new_files(str(tmp_path), NIGHT, [], MONTH)
     put(tmp_path, "2026-11-19/a.jsonl", [2], NIGHT)
     with pytest.raises(DataError, match=r"a\.jsonl was written again while"):
-        read_new_files(new_files)
+        read_new_files(new_files, RowsConfig())
 
 
 def test_no_prefix_and_none_that_exists(tmp_path: Path) -> None:
@@ -159,7 +163,21 @@ def test_a_prefix_in_s3(bucket: str) -> None:
     days = (now.date() - NIGHT.date()).days + MONTH + 400
     new_files = find_new_files(bucket, now + timedelta(minutes=5), [], days)
     assert paths(new_files) == ["2026-11-19/a.jsonl"]
-    (taken,) = read_new_files(new_files)
+    ((taken,), _) = read_new_files(new_files, RowsConfig())
     assert taken["reward_model"]["ground_truth"] == "2"
     assert find_new_files(bucket, now - timedelta(hours=1), [], days).files == ()
     assert find_new_files(bucket, now + timedelta(minutes=5), new_files.files, days).known == 1
+
+
+def test_what_is_read_is_what_was_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path, "2026-11-18/a.jsonl", [1, 2], NIGHT)
+    new_files = find_new_files(str(tmp_path), NIGHT, [], MONTH)
+
+    def read_and_rewrite(uri: str) -> bytes:
+        data = Path(uri).read_bytes()
+        put(tmp_path, "2026-11-18/a.jsonl", [3], NIGHT)
+        return data
+
+    monkeypatch.setattr(incremental_data, "read_bytes", read_and_rewrite)
+    rows, _ = read_new_files(new_files, RowsConfig())
+    assert [row["extra_info"]["n"] for row in rows] == [1, 2]
