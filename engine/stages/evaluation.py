@@ -4,6 +4,7 @@ import json
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def evaluate(
         sets = summary.compare_sets(
             rows["warm_start"],
             rows["rl"],
-            {name: known_from_training(folder, frame) for name, frame in problems.items()},
+            known_from_training(folder, problems),
             summary.Statistics(config.k, config.confidence, seed),
         )
         summary.write_sets(this.folder, sets)
@@ -209,11 +210,12 @@ def describe_problems(source: str, test: pd.DataFrame, model: Path) -> str:
     return f"{source}, {len(test)} held-out problems{escaped}"
 
 
-def known_from_training(dataset: Path, test: pd.DataFrame) -> int:
-    """Count the prompts that were trained on, by the words of the promotion rule's defaults."""
+def known_from_training(dataset: Path, problems: Mapping[str, pd.DataFrame]) -> dict[str, int]:
+    """Count by set the prompts that were trained on, by the words of promotion's default rule."""
     rule = ContaminationConfig()
-    texts = [prompt_text(prompt) for prompt in test["prompt"]]
-    return sum(trained_on(texts, training_prompts([dataset]), rule.ngram, rule.overlap))
+    texts = [prompt_text(prompt) for frame in problems.values() for prompt in frame["prompt"]]
+    known = iter(trained_on(texts, training_prompts([dataset]), rule.ngram, rule.overlap))
+    return {name: sum(islice(known, len(frame))) for name, frame in problems.items()}
 
 
 def training_curves(policy: Path) -> dict[str, list[float]]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from flytekit import FlyteContextManager
 from flytekit.core.context_manager import ExecutionState
@@ -19,8 +20,9 @@ from flytekit.types.directory import FlyteDirectory
 from promotion_bench import Bench, digest, new_run
 
 from engine.console import display_path
+from engine.data.rows import user_message
 from engine.evaluation.report_page import Verdict
-from engine.stages.evaluation import print_summary, verdict_of
+from engine.stages.evaluation import known_from_training, print_summary, verdict_of
 from engine.stages.promotion import read_decision
 from engine.stages.stage import Host, hosted, show_facts
 from engine.storage.artifacts import verify
@@ -278,3 +280,15 @@ def test_at_home_the_deck_is_written_once_at_the_end(tmp_path: Path) -> None:
         assert deck._due == 0.0, "nothing was published"
     finally:
         decks.remove(deck)
+
+
+def test_each_set_says_how_many_of_its_prompts_were_trained_on(tmp_path: Path) -> None:
+    def prompts(*texts: str) -> pd.DataFrame:
+        return pd.DataFrame({"prompt": [user_message(text) for text in texts]})
+
+    prompts("What is 1 + 1?", "And 2 + 2?").to_parquet(tmp_path / "train.parquet")
+    problems = {
+        "test": prompts("What is 3 + 3?", "what is 1 + 1"),
+        "hard": prompts("And 2 + 2?", "What is 5 + 5?", "What is 1 + 1?"),
+    }
+    assert known_from_training(tmp_path, problems) == {"test": 1, "hard": 2}
