@@ -229,8 +229,9 @@ class TrainerConfig(LoopConfig):
     """Rollout source: sync, one_step_off, async, or your own: who waits for whom"""
     delta_sync: bool = Field(False, description="Send rollout processes only changed weights")
     weight_transfer: Literal["auto", "nccl", "gloo", "store"] = "auto"
-    """async: how samplers get whole weights. nccl (not run yet), gloo: a broadcast, while vLLM decodes
-    on; store: Ray's object store; auto: nccl if policy and samplers have whole GPUs, else store"""
+    """async: how samplers get whole weights. nccl (not run yet), gloo: a broadcast, while vLLM
+    decodes on; store: Ray's object store; auto: nccl if policy and samplers have whole GPUs, else
+    store"""
     staleness: int = Field(1, ge=0, description="async: versions that a completion may be behind")
     rollout_workers: int = Field(1, ge=1)
     """one_step_off, async: processes that only decode and validate, each with a whole policy; what
