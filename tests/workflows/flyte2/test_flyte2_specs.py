@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,11 @@ def test_every_stage_has_a_task_in_both_fronts() -> None:
     for stage in set(pods.STAGES) - {"record_failure"}:
         assert hasattr(tasks.stages, stage)
         assert hasattr(stages, stage) == (stage not in elsewhere), stage
+
+
+def test_retraining_is_described_alike_in_both_fronts() -> None:
+    from workflows import retraining as flytekit_front
+
+    ours, theirs = retraining.retraining.func, flytekit_front.retraining._workflow_function
+    assert "path: Folder or s3://" in ours.__doc__
+    assert inspect.getdoc(ours) == inspect.getdoc(theirs)
