@@ -20,7 +20,6 @@ BARS, WIDTH = "▁▂▃▄▅▆▇█", 16  # of a curve in the terminal
 
 @command_line()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if len(options.run) == 1:
@@ -97,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         "or more with the first: settings that differ, metrics, paired gain with its interval, "
         "and the held-out problems that only one of two solves.",
         epilog="exit status: 0; 1 something can't be read or written; 2 wrong usage",
-    )  # fmt: skip
+    )
     add = parser.add_argument
     run = "a name in the list, a folder or s3:// address, an artifact, or an id of MLflow"
     add("run", nargs="*", metavar="RUN", help=run)
