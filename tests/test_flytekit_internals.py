@@ -79,7 +79,7 @@ def used(find: object) -> set[tuple[str, str]]:
 
 
 def test_the_page_has_every_patch_and_private_attribute() -> None:
-    assert written("Patched, and private") == used(patches) | used(private_attributes)
+    assert written("Patched and private names") == used(patches) | used(private_attributes)
 
 
 def test_the_page_has_every_import_of_an_internal_module() -> None:
