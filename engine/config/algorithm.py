@@ -40,7 +40,8 @@ class DistillationConfig(Section):
     beta: float = Field(0.5, gt=0, lt=1)
     """jsd: near 0 as forward_kl, near 1 as reverse_kl"""
     top_k: int = Field(0, ge=0)
-    """Compare the teacher's likeliest tokens, and all others together; 0: the whole vocabulary"""
+    """Compare this many of the teacher's likeliest tokens, and all others as one class; 0: the
+    whole vocabulary"""
     teachers: tuple[TeacherConfig, ...] = ()
     """Several teachers, or one behind a url; none: algorithm.teacher"""
     route_by: str = ""
@@ -69,7 +70,7 @@ class KLControlConfig(Section):
 
 
 class RolloutCorrectionConfig(Section):
-    """What to do about tokens that another policy sampled than the one that learns."""
+    """Corrects for tokens that were sampled by another policy than the one that learns."""
 
     rollout_is: Literal["token", "sequence"] | None = None
     """Level of the importance weights; None: no weights"""
@@ -93,7 +94,7 @@ class FilterGroupsConfig(Section):
     enable: bool = Field(False, description="Replace groups whose rewards are all equal (DAPO)")
     metric: Literal["score", "reward"] = "score"
     """What must differ in a group: the raw score, or the shaped reward"""
-    max_num_gen_batches: int = Field(10, ge=1, description="Rollouts a step, at most")
+    max_num_gen_batches: int = Field(10, ge=1, description="Most rollouts per step")
 
 
 class PreferenceConfig(Section):
@@ -127,10 +128,11 @@ class AlgorithmConfig(Section):
     epsilon: float | None = Field(None, gt=0, description="None: the estimator's own")
     f_norm: float = Field(1.0, gt=0, description="GPG's divisor")
     gdpo_reward_weights: tuple[float, ...] | None = None
-    """GDPO: one weight a reward component; None: 1 each"""
+    """GDPO: a weight for each reward component; None: 1 each"""
     turn_weight: float = Field(1.0, ge=0)
     """grpo_turn: weight of a turn's own advantage beside the episode's"""
-    handle_zero_tail: bool = Field(True, description="Optimal token baseline: see its page")
+    handle_zero_tail: bool = True
+    """optimal_token_baseline: tokens that only one completion of a group reaches have baseline 0"""
     mask_truncated: bool = False
     """Don't learn from completions that a length limit cut; their rewards stay in their group's
     statistics (DAPO's overlong filtering)"""

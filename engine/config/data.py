@@ -16,11 +16,11 @@ class SamplingConfig(Section):
     curriculum: str = ""
     """Column with each row's difficulty, e.g. extra_info.level: easy rows first"""
     pass_rate: tuple[float, float] | None = None
-    """Least and most share of right completions, e.g. [0.1, 0.9]: an epoch has the prompts that had
-    so many when they were last sampled, and those that never were"""
+    """Least and largest share of right completions, e.g. [0.1, 0.9]: an epoch has the prompts whose
+    share was in this range when they were last sampled, and those never sampled"""
     pass_rate_recheck: int = Field(3, ge=0)
     """Epochs after which a prompt outside pass_rate is tried again; 0: never"""
-    max_uses: int = Field(0, ge=0, description="Draws of a prompt in a run, at most; 0: no limit")
+    max_uses: int = Field(0, ge=0, description="Most draws of a prompt in a run; 0: no limit")
 
     def contradictions(self) -> Iterator[str]:
         if self.pass_rate is not None and not 0 <= self.pass_rate[0] <= self.pass_rate[1] <= 1:
@@ -50,7 +50,7 @@ class RowsConfig(ColumnsConfig):
 
     data_source: str = Field("", description="data_source of rows that have none; empty: file")
     sampling: SamplingConfig = SamplingConfig()
-    max_prompt_length: int = Field(0, ge=0, description="Longest prompt in tokens; 0: as they come")
+    max_prompt_length: int = Field(0, ge=0, description="Longest prompt in tokens; 0: no limit")
     max_response_length: int = Field(64, ge=1, description="Longest completion in tokens")
     control_tokens: Literal["escape", "drop", "fail"] = "escape"
     """Rows whose text spells control tokens such as <|im_end|>: keep that as plain text, leave the
@@ -73,7 +73,7 @@ class EvaluationSetConfig(Section):
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_-]*$", description="e.g. math500; not test or all")
     path: str = Field(min_length=1)
     """File, folder, s3://… or hf://ID: its test split, if it has one"""
-    columns: dict[str, str] = Field({}, description="As data.columns; neither given: data's own")
+    columns: dict[str, str] = Field({}, description="As data.columns; without both: those of data")
     templates: dict[str, str] = Field({}, description="As data.templates")
     data_source: str = Field("", description="data_source of rows that have none; empty: the name")
     size: int = Field(0, ge=0, description="Rows, drawn by seed; 0: all")
@@ -136,7 +136,7 @@ class LoRAConfig(AdapterConfig):
     """Train on the adapters in model.path: their rank, alpha and modules"""
     quantize: Literal["", "nf4", "int8"] = ""
     """QLoRA: keep the model's own matrices in 4 or 8 bits (bitsandbytes)"""
-    dropout: float = Field(0.0, ge=0, lt=1, description="Of adapters' inputs, in the warm start")
+    dropout: float = Field(0.0, ge=0, lt=1, description="On adapters' inputs, in the warm start")
 
     def contradictions(self) -> Iterator[str]:
         if self.quantize and not (self.rank or self.from_folder):

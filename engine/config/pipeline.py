@@ -23,11 +23,11 @@ class GuardConfig(Section):
     """Problems on which the new model must not be worse."""
 
     dataset: str = Field("", description="Problems of this evaluation set; empty: of all")
-    data_source: str = Field("", description="Of these, those of this source; empty: all of them")
+    data_source: str = Field("", description="Only those of this source; empty: all of them")
     metric: GuardMetric = "pass_at_1"
-    """Greedy, sampled or majority answers right, or format kept"""
+    """Share of right greedy, sampled or majority answers, or of completions in the right format"""
     tolerance: float = Field(0.0, ge=0, lt=1)
-    """The change's lower end may be so far below 0"""
+    """How far below 0 the lower end of the change's interval may be"""
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class GuardConfig(Section):
 class ContaminationConfig(Section):
     """How many test problems may be known from training."""
 
-    max_share: float = Field(0.01, ge=0, le=1, description="Share of test prompts, at most")
+    max_share: float = Field(0.01, ge=0, le=1, description="Largest share of test prompts")
     ngram: int = Field(13, ge=2, description="Words in a row that are compared")
     overlap: float = Field(0.8, gt=0, le=1)
     """A prompt counts when this share of its n-grams was trained on"""
@@ -51,11 +51,11 @@ class RewardModelGateConfig(Section):
     model_name: str = Field("hybridflyte-reward-model", min_length=1, description="Model in MLflow")
     alias: str = Field("champion", min_length=1, description="Alias that a promotion moves")
     minimum_pairs: int = Field(100, ge=1)
-    """Held-out pairs; on fewer nothing is promoted"""
+    """Held-out pairs that a promotion needs"""
     minimum_accuracy: float = Field(0.5, ge=0, lt=1)
-    """Share of held-out pairs that it ranks right; the lower end of the interval must top it"""
+    """The lower end of the share of held-out pairs that it ranks right must be above this"""
     minimum_gain: float = Field(0.0, ge=-1, lt=1)
-    """Over the champion on the same held-out pairs; the lower end of the interval must top it"""
+    """The lower end of the gain over the champion, on the same pairs, must be above this"""
 
 
 class RecheckConfig(Section):
@@ -77,16 +77,17 @@ class PromoteConfig(Section):
     dataset: str = Field("test", min_length=1)
     """What decides: test, a name of data.evaluation_sets, or all: every one must pass"""
     minimum_problems: int = Field(100, ge=1)
-    """Different problems in the evaluation set; on fewer nothing is promoted"""
-    minimum_gain: float = Field(0.0, ge=0, lt=1, description="The interval's lower end must top it")
+    """Different problems that the evaluation set must have for a promotion"""
+    minimum_gain: float = Field(0.0, ge=0, lt=1)
+    """The lower end of the gain's interval must be above this"""
     bootstrap: bool = Field(False, description="Let the first champion in without a gain over SFT")
     minimum_score: float | None = Field(None, ge=0, le=1)
-    """Greedy pass@1 of the new model; lower end of the interval"""
+    """Least greedy pass@1 of the new model, at the lower end of its interval"""
     guards: tuple[GuardConfig, ...] = Field((), description="Where it must not be worse")
     max_kl: float | None = Field(None, gt=0)
-    """Mean KL to the reference, last tenth of the model's RL steps"""
+    """Largest mean KL to the reference over the last tenth of the model's RL steps"""
     max_length_ratio: float | None = Field(None, gt=0)
-    """Mean response length over the former's; upper end of the interval"""
+    """Largest mean response length over the champion's, at the upper end of the interval"""
     contamination: ContaminationConfig = ContaminationConfig()
     recheck: RecheckConfig = RecheckConfig()
     require_reward_audit: bool = False
@@ -103,7 +104,7 @@ class RetrainConfig(Section):
     .jsonl files of RL rows"""
     minimum_rows: int = Field(64, ge=1, description="Fewer new problems wait for the next run")
     lookback_days: int = Field(30, ge=1)
-    """Older dated folders are not looked into, late data included"""
+    """Older dated folders are not read, even if data arrived late"""
     replay: float = Field(0.25, ge=0, lt=1)
     """Share of the prompts that the champion was trained on before"""
 
@@ -150,8 +151,8 @@ class ScoredRolloutConfig(Section):
 class PairsConfig(ScoredRolloutConfig):
     """The best and the worst of n completions of the policy, or pairs and labelled rows of files.
 
-    Of files `columns`, `templates`, `bad_rows`, `validation_size` and `too_long` are read; of
-    rollouts the rest.
+    `columns`, `templates`, `bad_rows`, `validation_size` and `too_long` are for files, the other
+    settings for rollouts.
     """
 
     path: str = ""
@@ -168,14 +169,14 @@ class PairsConfig(ScoredRolloutConfig):
     validation_size: int = Field(200, ge=0)
     """Rows of files to hold out, all those of a prompt together"""
     prompts: int = Field(0, ge=0, description="Prompts of the split train; 0: all")
-    n: int = Field(8, ge=2, description="Completions a prompt, of which pairs are made")
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature of what is ranked")
+    n: int = Field(8, ge=2, description="Completions per prompt, from which pairs are made")
+    temperature: float = Field(1.0, gt=0, description="Temperature of ranked completions")
     pairs_a_prompt: int = Field(1, ge=1)
-    """At most: the best with the worst, the next with the next, …; of labels (KTO) so many good
-    ones and so many bad ones"""
+    """Most pairs per prompt: the best with the worst, the second best with the second worst, …;
+    for labels (KTO) most good rows and most bad rows"""
     margin: float = Field(0.0, ge=0, description="A pair's two rewards differ by more than this")
     rounds: int = Field(1, ge=1)
-    """Rollout → rank → update so often, each on the policy before"""
+    """Times to sample, rank and update, each with the policy of the round before"""
 
     def contradictions(self) -> Iterator[str]:
         if self.path and self.rounds > 1:
@@ -194,11 +195,11 @@ class LMEvalConfig(Section):
 
     tasks: tuple[str, ...] = Field((), description="Names of its tasks; none: it is not run")
     include_path: str = Field("", description="Folder with task files (YAML) of your own")
-    num_fewshot: int | None = Field(None, ge=0, description="Examples a prompt; none: the task's")
-    limit: int = Field(0, ge=0, description="Documents a task; 0: all")
+    num_fewshot: int | None = Field(None, ge=0, description="Examples per prompt; none: the task's")
+    limit: int = Field(0, ge=0, description="Documents per task; 0: all")
     batch_size: int = Field(8, ge=1, description="Documents in a batch of the harness")
     apply_chat_template: bool = Field(False, description="Put prompts into the model's template")
-    offline: bool = Field(True, description="Take data from this machine alone, not from the hub")
+    offline: bool = Field(True, description="Use only data on this machine, not the hub")
     python: str = Field("", description="A Python that has lm_eval; empty: the run's own")
     timeout_s: float = Field(6 * 3600.0, gt=0, description="Longest run on one model, in seconds")
     named_content: str = Field("", description="Digest of include_path; workflows fill it")
@@ -208,11 +209,11 @@ class EvaluateConfig(ScoredRolloutConfig):
     """How the two models are compared."""
 
     k: int = Field(4, ge=1, description="pass@k")
-    samples: int = Field(4, ge=1, description="Samples a problem for pass@k and majority vote")
+    samples: int = Field(4, ge=1, description="Samples per problem for pass@k and majority vote")
     temperature: float = Field(0.8, gt=0, description="Temperature of pass@k and majority vote")
     confidence: float = Field(0.95, gt=0.5, lt=1, description="Level of the intervals")
     map_parts: int = Field(1, ge=1, description="Machines that share the problems (a map task)")
-    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to start")
     step_timeout_s: float = Field(7200.0, gt=0, description="Deadline for one call to a rank")
     lm_eval: LMEvalConfig = LMEvalConfig()
     multi_turn: MultiTurnConfig | None = None
@@ -241,7 +242,7 @@ class LineageConfig(Section):
     require_signatures: bool = False
     """The gate refuses what is not signed by one of the public keys"""
     public_keys: tuple[str, ...] = ()
-    """Ed25519 public keys (hex), beside those in $HYBRIDFLYTE_PUBLIC_KEYS"""
+    """Ed25519 public keys (hex), in addition to those in $HYBRIDFLYTE_PUBLIC_KEYS"""
 
 
 class PipelineConfig(Section):

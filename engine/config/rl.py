@@ -16,7 +16,7 @@ class OverlongBufferConfig(Section):
     """DAPO's soft penalty on completions that come near the length limit."""
 
     enable: bool = Field(False, description="Penalize completions near the length limit (DAPO)")
-    len: int = Field(16, ge=1, description="Tokens before the limit where the penalty sets in")
+    len: int = Field(16, ge=1, description="Tokens before the limit where the penalty starts")
     penalty_factor: float = Field(1.0, ge=0, description="Penalty at the limit")
 
 
@@ -37,7 +37,7 @@ class RewardConfig(RewardSpec):
     timeout_s: float = Field(30.0, gt=0, description="Deadline for scoring one batch")
     sample_timeout_s: float = Field(5.0, gt=0)
     """Deadline of one completion, for rewards that run in a pool"""
-    processes: int = Field(0, ge=0, description="Of a reward's pool; 0: the cores, 8 at most")
+    processes: int = Field(0, ge=0, description="Processes of a pool; 0: one per core, at most 8")
     isolation: Literal["process", "none"] = "process"
     """Where a reward of yours runs: a process of its own, or the role's"""
     weights: dict[str, float] = Field({}, description="Weights of named components; 1 unless given")
@@ -75,13 +75,13 @@ class DebugConfig(Section):
 class GpuKindConfig(Section):
     """What one GPU that the planner's table does not have can do, from its data sheet."""
 
-    memory_gib: float = Field(gt=0, description="Of its own memory")
+    memory_gib: float = Field(gt=0, description="Its memory in GiB")
     tflops: float = Field(gt=0, description="Dense bfloat16, in 10^12 operations a second")
     memory_gbs: float = Field(gt=0, description="Bandwidth of its memory, 10^9 bytes a second")
     link_gbs: float = Field(32.0, gt=0)
     """To GPUs of its machine, each way, 10^9 bytes a second"""
     network_gbs: float = Field(12.5, gt=0)
-    """To other machines, 10^9 bytes a second a GPU"""
+    """To other machines, 10^9 bytes a second for each GPU"""
     vendor: Literal["nvidia", "amd"] = "nvidia"
 
 
@@ -109,7 +109,7 @@ class RouterReplayConfig(Section):
 class UpdateConfig(Section):
     """How a role learns from a step's batch."""
 
-    ppo_mini_batch_size: int = Field(0, ge=0, description="Completions an optimizer step; 0: all")
+    ppo_mini_batch_size: int = Field(0, ge=0, description="Completions per optimizer step; 0: all")
     ppo_epochs: int = Field(1, ge=1, description="Passes over each step's batch")
     max_tokens_per_micro_batch: int = Field(16384, ge=64)
     """Tokens of one forward and backward pass; on a GPU fewer if 16384 need too much memory"""
@@ -122,9 +122,10 @@ class ActorConfig(UpdateConfig):
     old_log_probs: Literal["auto", "rollout", "trainer"] = "auto"
     """rollout: as sampled; trainer: recomputed; auto: as sampled where both agree"""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    clip_ratio: float | None = Field(None, gt=0, lt=1, description="None: the loss's own (0.2)")
-    clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="None: clip_ratio")
-    clip_ratio_high: float | None = Field(None, gt=0, description="None: clip_ratio")
+    clip_ratio: float | None = Field(None, gt=0, lt=1)
+    """Clip range of the probability ratio; None: the loss's own (0.2)"""
+    clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="How far below; None: clip_ratio")
+    clip_ratio_high: float | None = Field(None, gt=0, description="How far above 1; None: clip_ratio")
     clip_ratio_c: float | None = Field(None, gt=1, description="Dual clip; None: the loss's own")
     tau_pos: float | None = Field(None, gt=0, description="SAPO's gate where advantages are > 0")
     tau_neg: float | None = Field(None, gt=0, description="SAPO's gate where advantages are <= 0")
@@ -146,7 +147,7 @@ class CriticConfig(UpdateConfig):
     """The value model of PPO."""
 
     model_path: str = ""
-    """Its start, of the same tokens; empty: the policy's model"""
+    """Start model, with the policy's tokens; empty: the policy's model"""
     optim: OptimConfig = OptimConfig(lr=1e-3, weight_decay=0.0)
     ppo_epochs: int = Field(2, ge=1, description="Passes over each step's batch")
     cliprange_value: float = Field(0.5, gt=0)
@@ -173,8 +174,9 @@ class TokenSamplingConfig(Section):
 class ValidationSamplingConfig(TokenSamplingConfig):
     """How completions of validation rows are decoded."""
 
-    do_sample: bool = Field(False, description="Sample as the next ones say; false: greedily, once")
-    n: int = Field(1, ge=1, description="Completions a row; the score is the mean of all")
+    do_sample: bool = False
+    """true: sample n completions by temperature, top_k and top_p; false: one greedy completion"""
+    n: int = Field(1, ge=1, description="Completions per row; the score is their mean")
 
 
 class RolloutConfig(TokenSamplingConfig):
@@ -183,13 +185,13 @@ class RolloutConfig(TokenSamplingConfig):
     engine: str = "native"
     """native, vllm, server, or yours as package.module:name"""
     options: Options = Field({}, description="Options of an engine of your own, by name")
-    n: int = Field(8, ge=1, description="Completions a prompt")
+    n: int = Field(8, ge=1, description="Completions per prompt")
     tensor_parallel_size: int = Field(1, ge=1)
-    """Ranks that decode together; the others of the actor's are copies. With
+    """Ranks that decode together; the actor's other ranks are further copies. With
     rollout.vllm.in_process=false: processes of each vLLM engine"""
     parts: int = Field(1, ge=1, description="Parts that are rewarded while the rest still decodes")
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    """Of the weights in processes that only decode; empty: the policy's"""
+    """Dtype of the weights in processes that only decode; empty: the policy's"""
     max_num_seqs: int = Field(512, ge=1, description="Completions decoded at once")
     kv_cache_memory_mb: int | None = Field(None, ge=16)
     """KV cache of a copy of the policy; null: native's grows with its sequences, vLLM's has 256 on
@@ -221,7 +223,7 @@ class TrainerConfig(LoopConfig):
     """The RL loop."""
 
     total_training_steps: int = Field(80, ge=1, description="Steps of RL")
-    train_batch_size: int = Field(128, ge=1, description="Prompts a step")
+    train_batch_size: int = Field(128, ge=1, description="Prompts per step")
     test_freq: int = Field(20, ge=1, description="Steps between validations")
     critic_warmup: int = Field(0, ge=0)
     """The first step that updates the policy; those before it update the critic alone"""
@@ -229,21 +231,21 @@ class TrainerConfig(LoopConfig):
     """Rollout source: sync, one_step_off, async, or your own: who waits for whom"""
     delta_sync: bool = Field(False, description="Send rollout processes only changed weights")
     weight_transfer: Literal["auto", "nccl", "gloo", "store"] = "auto"
-    """async: how samplers get whole weights. nccl (not run yet), gloo: a broadcast, while vLLM
-    decodes on; store: Ray's object store; auto: nccl if policy and samplers have whole GPUs, else
-    store"""
+    """async: how samplers get whole weights. nccl (not run yet) and gloo: a broadcast while vLLM
+    decodes; store: Ray's object store; auto: nccl if policy and samplers have whole GPUs of their
+    own, else store"""
     staleness: int = Field(1, ge=0, description="async: versions that a completion may be behind")
     rollout_workers: int = Field(1, ge=1)
-    """one_step_off, async: processes that only decode and validate, each with a whole policy; what
-    one takes is the pool [sampler] of trainer.pools"""
+    """one_step_off, async: processes that only decode and validate, each with a whole policy; the
+    pool [sampler] of trainer.pools sets the resources of each"""
     rollout_threads: int = Field(0, ge=0)
     """Threads of one process that only decodes; 0: half of the cores"""
     rollout_silence_s: float = Field(60.0, gt=0)
     """async: a rollout worker without a heartbeat is replaced"""
-    max_rollout_restarts: int = Field(3, ge=0, description="async: of one rollout worker")
-    save_freq: int = Field(20, ge=1, description="Steps between checkpoints, where a run has them")
+    max_rollout_restarts: int = Field(3, ge=0, description="async: restarts of a rollout worker")
+    save_freq: int = Field(20, ge=1, description="Steps between checkpoints, if the run saves any")
     resume_from: str = ""
-    """Checkpoint, or folder of a run, that a run without its own goes on from"""
+    """Checkpoint, or folder of a run, to continue from if this run has no checkpoint yet"""
     final_model: Literal["best", "last"] = "best"
     """Which policy is handed over: of the step with the highest validation reward (the later one of
     equals; without validation the last), or of the last step"""
@@ -258,7 +260,7 @@ class TrainerConfig(LoopConfig):
     """ray: Ray actors; local: this process; auto: Ray, laid out for the machines it has; empty:
     local where one process is enough and there is no Ray to join, else ray (docs/placement.md)"""
     gpu_kinds: dict[str, GpuKindConfig] = Field({})
-    """GPUs by Ray's name that the planner's table has not, or has otherwise"""
+    """GPUs, by Ray's name, that the planner's table lacks or describes differently"""
 
 
 class RLConfig(Section):

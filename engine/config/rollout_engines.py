@@ -16,15 +16,15 @@ class VllmConfig(Section):
     """In the policy's processes, on its own storage where layouts agree; false: in
     rollout.tensor_parallel_size processes of vLLM's own for each of them"""
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
-    """Of vLLM's weights; empty: the policy's, which is what lets it share them"""
-    bucket_mb: int = Field(64, ge=1, description="Weights on their way to vLLM's processes at once")
+    """Dtype of vLLM's weights; empty: the policy's, whose weights vLLM then shares"""
+    bucket_mb: int = Field(64, ge=1, description="Size of one transfer to vLLM's processes")
     sleep: Literal[0, 1, 2] | None = None
     """Between rollouts free vLLM's device memory: 1 keeps weights on the host, 2 throws them away;
     0: keep all; null: 2 on a GPU. Weights that are the policy's own stay"""
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1)
     """Share of each GPU's memory for vLLM: weights, activations and KV cache. CPUs: see
     rollout.kv_cache_memory_mb"""
-    enforce_eager: bool = Field(False, description="Neither CUDA graphs nor compilation")
+    enforce_eager: bool = Field(False, description="No CUDA graphs and no compilation")
     enable_chunked_prefill: bool | None = None
     """Compute long prompts in parts, beside decoding; null: on a GPU"""
     enable_prefix_caching: bool = True
@@ -47,16 +47,16 @@ class ServerConfig(Section):
     url: str = Field("", pattern=rf"^$|{_ADDRESS}")
     """e.g. http://10.0.0.7:8000, without /v1"""
     urls: tuple[str, ...] = ()
-    """Several servers in place of one url: requests go where least is under way"""
+    """Several servers instead of one url; a request goes to the one with the least work"""
     served_model: str = Field("", description="The model's name there; empty: the server is asked")
     api_key_env: str = Field("", description="Environment variable that holds the server's key")
-    concurrency: int = Field(64, ge=1, description="Requests under way at once, a server")
+    concurrency: int = Field(64, ge=1, description="Requests at once, per server")
     completions_per_request: int = Field(32, ge=1)
     """Most completions of one prompt that a request asks for; a retry decodes all of them again"""
     timeout_s: float = Field(1800.0, gt=0, description="Deadline of one rollout or weight update")
     request_timeout_s: float = Field(600.0, gt=0, description="Deadline of one request")
     max_retries: int = Field(5, ge=0)
-    """Of a request: connection lost, deadline passed, 429, 5xx, no JSON"""
+    """Retries of a request: connection lost, deadline passed, 429, 5xx, no JSON"""
     backoff_s: float = Field(0.25, gt=0)
     """Longest pause before the first retry; doubles with each, to 30 s"""
     weights: str = "vllm"
@@ -66,12 +66,12 @@ class ServerConfig(Section):
     weights_dir: str = ""
     """Folder that both machines see at this path; weights pass through it"""
     reload_url: str = ""
-    """weights=folder: is sent {version, tag, path}, and loads it"""
+    """weights=folder: address that is sent {version, tag, path}, and loads the weights"""
     version_url: str = "/v1/models"
-    """weights=folder: its answer holds the tag of what is served"""
+    """weights=folder: address whose answer holds the tag of the served weights"""
     probe_tolerance: float = Field(0.1, ge=0)
-    """Mean distance of the server's log-probs from the policy's that is refused when weights
-    arrive; 0: no check"""
+    """Largest mean difference between the server's log-probs and the policy's after an update; 0:
+    no check"""
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -115,8 +115,8 @@ class MultiTurnConfig(Section):
     format: str = "hermes"
     """How tool calls are written: name of a parser, or package.module:name"""
     history: Literal["append", "branches"] = "append"
-    """Where the chat template rewrites earlier turns (thoughts left out): append keeps them as
-    sampled; branches goes on from what it writes, as another sequence"""
+    """If the chat template rewrites earlier turns (leaves thoughts out): append keeps them as
+    sampled; branches continues from the rewritten text, as another sequence"""
 
 
 class AgentConfig(Section):
@@ -130,12 +130,12 @@ class AgentConfig(Section):
     """Processes that environments run in, which may hang or die; 0: the rollout's own, for light
     ones that never block"""
     concurrency: int = Field(0, ge=0, description="Episodes under way; 0: rollout.max_num_seqs")
-    timeout_s: float = Field(600.0, gt=0, description="Of an episode: no turn begins after that")
+    timeout_s: float = Field(600.0, gt=0, description="No turn of an episode begins later")
     turn_timeout_s: float | None = Field(None, gt=0)
-    """Of one turn: it is cut there, and the last of its episode; null: no limit"""
+    """Deadline of one turn, which is cut there and ends its episode; null: no limit"""
     call_timeout_s: float = Field(60.0, gt=0, description="Deadline for one answer")
     on_limit: Literal["score", "drop"] = "score"
-    """An episode that turns, tokens or seconds end: learn from it as it is, or leave it out"""
+    """An episode that a limit of turns, tokens or time ends: learn from it, or leave it out"""
     on_error: Literal["drop", "score"] = "drop"
     """An episode whose environment fails: leave it out, or error_reward"""
     error_reward: float = Field(0.0, description="With on_error=score: added to its last turn")

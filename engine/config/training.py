@@ -24,7 +24,7 @@ class ParallelConfig(Section):
     pp: int = Field(1, ge=1, description="Stages of layers, run in a pipeline (1F1B)")
     sequence_parallel: bool = Field(True, description="With tp: norms on a part of the tokens")
     compute_dtype: Literal["", "float32", "bfloat16"] = ""
-    """Of forward and backward; empty: the weights'. Masters stay float32"""
+    """Dtype of forward and backward; empty: the weights'. Masters stay float32"""
     packing: bool | Literal["auto"] = "auto"
     """Rows as one sequence without padding, a shared prompt computed once; auto: where that saves a
     twentieth of the positions"""
@@ -61,7 +61,7 @@ class OptimConfig(Section):
     """Update rule, by torch's name; SGD has the momentum below"""
     lr: float = Field(1e-3, gt=0, description="Peak learning rate")
     weight_decay: float = Field(0.01, ge=0, description="Of matrices: AdamW's decoupled, else L2")
-    momentum: float = Field(0.0, ge=0, lt=1, description="SGD's; without effect on the others")
+    momentum: float = Field(0.0, ge=0, lt=1, description="For SGD only")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the gradient's mean")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the gradient's square")
     warmup_ratio: float = Field(0.05, ge=0, lt=1, description="Share of the steps spent warming up")
@@ -72,7 +72,7 @@ class OptimConfig(Section):
     num_cycles: float = Field(0.5, gt=0, description="Waves of a cosine; 0.5 goes down once")
     stable_ratio: float = Field(0.9, ge=0, le=1)
     """wsd: share of the steps after the warm-up at full lr"""
-    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="Where the schedule ends, over lr")
+    min_lr_ratio: float = Field(0.1, ge=0, le=1, description="lr at the schedule's end, over lr")
     grad_clip: float = Field(1.0, gt=0, description="Largest global gradient norm")
 
     def contradictions(self) -> Iterator[str]:
@@ -88,18 +88,18 @@ class OptimConfig(Section):
 class LoopConfig(Section):
     """Checkpoints, failures and processes of a training loop."""
 
-    max_checkpoints_to_keep: int = Field(2, ge=1, description="The newest; in RL the best, too")
+    max_checkpoints_to_keep: int = Field(2, ge=1, description="Newest to keep; in RL also the best")
     on_damaged_checkpoints: Literal["stop", "restart"] = "stop"
-    """Where every checkpoint is damaged: stop, or replace them from step 1"""
+    """If every checkpoint is damaged: stop, or replace them from step 1"""
     max_attempts: int = Field(3, ge=1)
-    """Attempts that may fail in a row without getting past a checkpoint"""
+    """Attempts that may fail in a row without reaching a new checkpoint"""
     preemption_grace_s: float = Field(20.0, gt=0)
     """Deadline after SIGTERM to finish the step and save it"""
     pools: tuple[PoolConfig, ...] = ()
-    """Which roles share a process, and what it takes; none: the policy's, and the reward, each with
-    its share of the cores"""
+    """Which roles share a process, and what it takes; none: a process for the policy's roles and
+    one for the reward, each with its share of the cores"""
     threads: int = Field(0, ge=0, description="CPU threads of a process; 0: all cores")
-    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to be up")
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to start")
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a rank")
 
 
@@ -109,8 +109,8 @@ class OfflineConfig(LoopConfig):
     section: ClassVar[str] = "offline"  # its name in messages, metrics and checkpoints
 
     epochs: float = Field(1.0, gt=0, description="Passes over the training rows")
-    max_steps: int = Field(0, ge=0, description="Stop after so many steps; 0: by epochs")
-    train_batch_size: int = Field(32, ge=1, description="Rows an optimizer step")
+    max_steps: int = Field(0, ge=0, description="Stop after this many steps; 0: by epochs")
+    train_batch_size: int = Field(32, ge=1, description="Rows per optimizer step")
     max_tokens_per_micro_batch: int = Field(8192, ge=64)
     """Tokens of one forward and backward pass"""
     validate_every: int = Field(200, ge=1, description="Steps between validation losses")
@@ -118,7 +118,7 @@ class OfflineConfig(LoopConfig):
     packing: bool | Literal["auto"] = "auto"
     """Rows as one sequence without padding, a shared prompt computed once; auto: where that saves a
     twentieth of the positions"""
-    save_freq: int = Field(50, ge=1, description="Steps between checkpoints, where a run has them")
+    save_freq: int = Field(50, ge=1, description="Steps between checkpoints, if the run saves any")
     parallel: ParallelConfig = ParallelConfig()
     placement: Literal["ray", "local"] | None = None
     """Ray actors, or this process; None: Ray for a layout of several ranks"""
@@ -136,8 +136,8 @@ class SFTConfig(OfflineConfig):
     skip: bool = False
     """No warm start: RL begins with model.path as it is, e.g. an instruct one"""
     train_on: Literal["all", "last"] = "all"
-    """Of conversations (`messages`) the turns of the assistant to learn: all, but for those of
-    weight 0, or the last; of a prompt and a response always the response"""
+    """Turns of the assistant to learn in conversations (`messages`): all except those of weight 0,
+    or the last; with a prompt and a response it is always the response"""
     epochs: float = Field(5.0, gt=0, description="Passes over the training rows")
     optim: OptimConfig = OptimConfig(lr=2e-3, schedule="cosine")
 
@@ -156,7 +156,7 @@ class PreferenceTrainingConfig(PreferenceConfig, OfflineConfig):
     reference_cache: str = ""
     """Folder or s3://… that keeps precomputed ones, by model and data; empty: the checkpoints'"""
     desirable_weight: float = Field(1.0, ge=0, description="KTO: weight of rows with a good label")
-    undesirable_weight: float = Field(1.0, ge=0, description="KTO: of rows with a bad one")
+    undesirable_weight: float = Field(1.0, ge=0, description="KTO: weight of rows with a bad label")
 
 
 class RewardModelTrainingConfig(OfflineConfig):
