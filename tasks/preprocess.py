@@ -20,7 +20,7 @@ what was left out).
 
 Settings are those of a workflow's `data` section: columns, templates, system_prompt, data_source,
 splits, bad_rows, max_prompt_length, decontaminate.overlap, decontaminate.against, …
-A million rows fit into the memory that their keys take, 16 bytes a prompt.
+Memory grows by 16 bytes per prompt.
 Exit status: 0; 2 for wrong input.
 """
 
@@ -35,12 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for name, is_required, text in (
         ("--dataset", True, "gsm8k, math, or a file, a folder, s3://… or hf://ID"),
-        ("--source", False, "where gsm8k or math lies; empty: the Hugging Face hub"),
+        ("--source", False, "folder of gsm8k or math; empty: the Hugging Face hub"),
         ("--local_dir", True, "folder of the files to write"),
         ("--tokenizer", False, "model folder or hub id; lengths are then in tokens"),
     ):
         parser.add_argument(name, required=is_required, default="", help=text)
-    parser.add_argument("settings", nargs="*", metavar="key=value", help="of the data section")
+    parser.add_argument("settings", nargs="*", metavar="key=value", help="data settings")
     options = parser.parse_intermixed_args(arguments)
     from engine.data.math_problems import PRESETS, with_preset
     from engine.data.prepare import CARD, prepare

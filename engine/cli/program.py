@@ -208,8 +208,8 @@ python -m engine.{program} [FILE.yaml] [--dry-run] [--print-config] [key=value .
 
 {about}
 
-  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. As well
-                   --config FILE
+  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. The
+                   same as --config FILE
   --dry-run        check settings and data, say what would be done, and exit
   --print-config   print the configuration as --config reads it, and exit
   --help [WORD]    print this, or the keys that have WORD in name or meaning, and exit

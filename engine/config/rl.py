@@ -124,8 +124,10 @@ class ActorConfig(UpdateConfig):
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     clip_ratio: float | None = Field(None, gt=0, lt=1)
     """Clip range of the probability ratio; None: the loss's own (0.2)"""
-    clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="How far below; None: clip_ratio")
-    clip_ratio_high: float | None = Field(None, gt=0, description="How far above 1; None: clip_ratio")
+    clip_ratio_low: float | None = Field(None, gt=0, lt=1)
+    """How far below 1 the ratio may go; None: clip_ratio"""
+    clip_ratio_high: float | None = Field(None, gt=0)
+    """How far above 1 the ratio may go; None: clip_ratio"""
     clip_ratio_c: float | None = Field(None, gt=1, description="Dual clip; None: the loss's own")
     tau_pos: float | None = Field(None, gt=0, description="SAPO's gate where advantages are > 0")
     tau_neg: float | None = Field(None, gt=0, description="SAPO's gate where advantages are <= 0")

@@ -210,7 +210,7 @@ def _run(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine.lineage",
-        description="Where artifacts come from, what came of them, and whether they changed.",
+        description="Where artifacts come from, what was made from them, and whether they changed.",
         epilog=STATUS,
     )
     names = "|".join([*(name for name, *_ in COMMANDS), KEYGEN])
@@ -218,7 +218,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, nargs, summary, description in COMMANDS:
         command = commands.add_parser(name, help=summary, description=description, epilog=STATUS)
         command.add_argument("reference", metavar="REF", nargs=nargs, help=REFERENCE)
-        extra = ("--descendants", "re-hash what came of it as well")
+        extra = ("--descendants", "also re-hash what was made from it")
         if name != "verify":
             extra = ("--verify", "re-hash all that is shown")
         signed = f"check, and find what none of the keys in ${KEYS_VARIABLE} signed"
@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
         KEYGEN, help="make a pair of keys for signatures",
         description="Write a new private key (Ed25519, PEM) to FILE, and print the public key.",
     )  # fmt: skip
-    keygen.add_argument("file", metavar="FILE", help="of the private key; it must not be there")
+    keygen.add_argument("file", metavar="FILE", help="file of the private key; must not exist")
     return parser
 
 

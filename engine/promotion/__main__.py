@@ -47,7 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="rollback|history")
     rollback = commands.add_parser(
         "rollback", help="restore the previous champion", epilog=STATUS,
-        description="Put the alias back on the champion before, or on a former one that is named, "
+        description="Put the alias back on the previous champion, or on the one that --to names, "
         "and record why.",
     )  # fmt: skip
     history = commands.add_parser(
@@ -59,22 +59,22 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--alias", default="champion", help="default: champion")
         command.add_argument("--json", action="store_true", help="print JSON")
     rollback.add_argument("--reason", required=True, metavar="TEXT", help="why; it is recorded")
-    same = "refuse unless this version is the champion; again for the same one changes nothing"
-    approver = "who agrees, where promote.approval is required and the version has no approval"
+    same = "refuse unless this version is champion, so that a repeated call changes nothing"
+    approver = "who agrees, if promote.approval is required and the version has no approval"
     for flag, name, metavar, text in (
-        ("--to", "to", "VERSION", "default: the one before"),
+        ("--to", "to", "VERSION", "default: the previous champion"),
         ("--from", "expected", "VERSION", same),
         ("--request", "request", "ID", "a second call with this id changes nothing"),
         ("--approved-by", "approved_by", "NAME", approver),
     ):
         rollback.add_argument(flag, dest=name, default="", metavar=metavar, help=text)
-    wait = f"for another process's lock (default: {WAIT_SECONDS:g})"
+    wait = f"longest wait for another process's lock (default: {WAIT_SECONDS:g})"
     rollback.add_argument("--wait", type=float, default=WAIT_SECONDS, metavar="SECONDS", help=wait)
     force = "take --to even if it never was champion; recorded as forced, not as a rollback"
     rollback.add_argument("--force", action="store_true", help=force)
     dry_run = "check all, print the move that would be made, and move nothing"
     rollback.add_argument("--dry-run", action="store_true", help=dry_run)
-    no_verify = "don't re-hash MLflow's copy of what is restored"
+    no_verify = "don't re-hash MLflow's copy of the restored model"
     rollback.add_argument("--no-verify", action="store_true", help=no_verify)
     return parser
 

@@ -155,16 +155,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m engine.serve",
         description="Serve a model over OpenAI's API (/v1/completions, /v1/chat/completions, "
-        "/v1/models), after its files were re-hashed. /health names its version and digest. "
-        "What stands behind -- is passed on to vLLM.",
+        "/v1/models), after hashing its files again. /health names its version and digest. "
+        "Arguments after -- go to vLLM.",
         epilog="exit status: 1 not started, or the server ended; 2 wrong usage; 130 after Ctrl-C, "
         "143 after SIGTERM",
     )
     add = parser.add_argument
     add("model", help="models:/NAME@ALIAS, models:/NAME/VERSION, or a model's folder")
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="default: 8000; 0: any that is free")
-    about = "what decodes (default: vllm where it is installed, else native)"
+    add("--port", type=int, default=8000, help="default: 8000; 0: any free port")
+    about = "what decodes (default: vllm if it is installed, else native)"
     add("--engine", choices=("auto", "vllm", "native"), default="auto", help=about)
     add("--dry-run", action="store_true", help="check all, say what would be served, and exit")
     about = "the model's id in the API (default: its registered name, or its folder's)"

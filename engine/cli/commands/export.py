@@ -78,10 +78,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m engine.export",
         description="With --out: the policy in a checkpoint of an RL run, with its tokenizer, as a "
-        "Hugging Face folder (config.json, safetensors). Adapters are merged, and lie in its "
-        "folder adapter/ alone. Reads and writes local folders and s3://. With --to: a model that "
-        "a stage published, or that is registered, with a model card, after its lineage was "
-        "checked.",
+        "Hugging Face folder (config.json, safetensors). Adapters are merged, and "
+        "adapter/ has them alone. Reads and writes local folders and s3://. With --to: a model "
+        "that a stage published, or a registered one, with a model card, after a check of its "
+        "lineage.",
         epilog="exit status: 0 written; 1 not, and nothing is left; 2 wrong usage",
     )
     add = parser.add_argument
@@ -89,14 +89,14 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         --to: an artifact's folder, models:/NAME@ALIAS or models:/NAME/VERSION"""
     add("source", metavar="CHECKPOINT|MODEL", help=source)
     where = parser.add_mutually_exclusive_group(required=True)
-    out = "a checkpoint's policy goes there; must not exist"
+    out = "where to write a checkpoint's policy; must not exist"
     where.add_argument("--out", metavar="FOLDER", help=out)
-    to = """a model with its card goes there: a folder that must not exist, or a repository of the
-        hub ($HF_ENDPOINT, $HF_TOKEN), @BRANCH for another branch than main"""
+    to = """where to write a model with its card: a folder that must not exist, or a repository of
+        the hub ($HF_ENDPOINT, $HF_TOKEN), with @BRANCH for another branch than main"""
     where.add_argument("--to", default="", metavar="FOLDER|hf://OWNER/NAME", help=to)
     start = "the model that training started from, folder or hub id (default: as saved)"
     add("--model", metavar="START", help=start)
-    add("--beside", action="store_true", help="end when standard input does: as a run calls it")
+    add("--beside", action="store_true", help="end when standard input ends; for runs")
     add("--license", metavar="ID", help="the model's licence (default: that of the base's card)")
     add("--dry-run", action="store_true", help="check all, say what would be written, and exit")
     add("--private", action="store_true", help="make a new repository private")

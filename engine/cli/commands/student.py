@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("teacher", metavar="TEACHER", help="folder or hub id of a causal language model")
     about = "which decoder layers are kept, counted from 0, in ascending order"
     add("--layers", required=True, type=_numbers, metavar="0,2,…", help=about)
-    add("--out", required=True, type=Path, metavar="FOLDER", help="where to; must not exist")
+    add("--out", required=True, type=Path, metavar="FOLDER", help="folder to write; must not exist")
     add("--dry-run", action="store_true", help="build it, say its size, and write nothing")
     options = parser.parse_args(arguments)
     quiet()
