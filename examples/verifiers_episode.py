@@ -64,7 +64,7 @@ def main() -> None:
     """Print rows, or play the episode of the row that the run asks for."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("config", help="the env section of verifiers, as JSON")
-    parser.add_argument("--rows", type=int, default=0, help="print the rows of so many tasks")
+    parser.add_argument("--rows", type=int, default=0, help="print the rows of this many tasks")
     options = parser.parse_args()
     env = load(options.config)
     if options.rows:

@@ -93,7 +93,7 @@ def _name_rewards(resolved: Resolved[settings.RunConfig]) -> None:
             continue
         if file_key:
             raise ConfigError(
-                f"{section}.enable=true beside {file_key}: one of them scores; leave one out"
+                f"{section}.enable=true with {file_key}: only one can score; leave one out"
             )
         options = {_REWARD_MODEL_OPTIONS[name]: value for name, value in values.items()}
         if "model" not in options:

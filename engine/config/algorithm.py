@@ -164,4 +164,4 @@ class AlgorithmConfig(Section):
 
     def contradictions(self) -> Iterator[str]:
         if self.teacher and self.distillation.teachers:
-            yield f"teacher={self.teacher!r} beside distillation.teachers; put it among these"
+            yield f"teacher={self.teacher!r} with distillation.teachers; put it among these"

@@ -76,7 +76,7 @@ def _text(content: object, role: str, where: str) -> str:
     if not isinstance(content, str):
         raise DataError(
             f"{where}: the content of a message of the role {role!r} is {brief(content)}; give "
-            "text, a list of text parts, or tool_calls beside none"
+            "text, a list of text parts, or null with tool_calls"
         )
     return content
 

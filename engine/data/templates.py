@@ -250,7 +250,7 @@ def _rest_of_turn(turns: TurnFormat, opened: str, written: str, message: Message
     content, thought = str(message["content"] or ""), str(message.get("reasoning_content") or "")
     answer = content.rpartition(_END_OF_THOUGHT)[2].strip()
     if message.get("tool_calls") and answer not in written:
-        raise DataError("the chat template leaves out content beside tool_calls; remove it")
+        raise DataError("the chat template leaves out content of a turn with tool_calls; remove it")
     if written.startswith(opened):
         rest = written.removeprefix(opened)
     else:

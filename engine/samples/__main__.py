@@ -28,11 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="a run's folder, its `rollouts`, or an artifact `rl`; may be s3://…",
     )  # fmt: skip
     parser.add_argument(
-        "--html", metavar="FILE", help=f"where to write it (default: {PAGE} beside the samples)"
+        "--html", metavar="FILE", help=f"where to write it (default: {PAGE} in the samples' folder)"
     )
     parser.add_argument(
         "--serve", metavar="PORT", type=int, nargs="?", const=8266,
-        help="serve it at http://127.0.0.1:PORT/ (8266), made again at each visit",
+        help="serve it at http://127.0.0.1:PORT/ (8266), rebuilt at each visit",
     )  # fmt: skip
     options = parser.parse_args(arguments)
     folder = find_samples(options.folder)

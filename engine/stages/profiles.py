@@ -332,7 +332,7 @@ def _rl_on_gpus(rl: RLConfig, profile: Profile) -> RLConfig:
     if trainer.placement == "auto" or apart:
         if apart and profile.max_gpus == 1 and rl.rollout.engine != "server":
             raise ConfigError(
-                f"rl.trainer.mode={trainer.mode} wants a GPU for the trainer and one for rollout, "
+                f"rl.trainer.mode={trainer.mode} needs a GPU for the trainer and one for rollout, "
                 f"and profile={profile.name} has one; set rl.trainer.mode=sync"
             )
         say("plan: rl.trainer.placement=auto: layout and pools are chosen at each start of rl")

@@ -250,7 +250,7 @@ def plan_for(
     apart = bool(usable.gpus and work.samplers and work.decodes)
     if apart and not pools and usable.gpus < 2:
         raise ConfigError(
-            f"trainer.placement=auto with trainer.mode={config.trainer.mode} wants a GPU for the "
+            f"trainer.placement=auto with trainer.mode={config.trainer.mode} needs a GPU for the "
             "trainer and one for rollout, and there is one; set trainer.mode=sync"
         )
     cores = max(machine.cpus for machine in usable.machines)

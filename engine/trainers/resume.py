@@ -336,7 +336,7 @@ def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Itera
             raise
         raise errors.DivergedError(
             f"{error}; the last good step is that of {_next_start(saver)}: a run that is started "
-            "again with a lower learning rate goes on from there"
+            "again with a lower learning rate continues from there"
         ) from error
 
 

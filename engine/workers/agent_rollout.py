@@ -93,7 +93,7 @@ class SavedRollout:
                 continue
             if groups:
                 count = sum(len(group.episodes) for group in groups.values())
-                log.info("%d episodes go on from %s", count, source)
+                log.info("%d episodes continue from %s", count, source)
                 return groups
         return {}
 

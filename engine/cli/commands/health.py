@@ -14,7 +14,7 @@ HEALTHY, UNHEALTHY, WRONG_USAGE = 0, 1, 2
 _NUMBERS = {  # an option, its type and default, and the field of Expectation
     "--gpus": (int, 0, "gpus", "how many of them, at least"),
     "--shm-gib": (float, 1.0, "shared_memory_gib", "of /dev/shm, at least (default 1)"),
-    "--ray-nodes": (int, 0, "ray_nodes", "wait for so many nodes of the Ray at RAY_ADDRESS"),
+    "--ray-nodes": (int, 0, "ray_nodes", "wait for this many nodes of the Ray at RAY_ADDRESS"),
     "--ray-deadline": (float, 300.0, "ray_deadline_s", "seconds to wait for them (default 300)"),
     "--deadline": (float, 5.0, "deadline_s", "seconds for MLflow and S3 (default 5)"),
     "--load-deadline": (float, 180.0, "load_deadline_s", "seconds for imports (default 180)"),

@@ -62,7 +62,7 @@ def check_settings(settings: ServerConfig) -> None:
         )
     if settings.url and settings.urls:
         raise ConfigError(
-            f"rollout.server.url={settings.url} beside rollout.server.urls; put it among the urls"
+            f"rollout.server.url={settings.url} with rollout.server.urls; put it among the urls"
         )
     for name in ("reload_url", "version_url"):
         value = getattr(settings, name)

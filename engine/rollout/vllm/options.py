@@ -172,7 +172,7 @@ def check_settings(
     if kv_cache_memory_mb is not None and settings.gpu_memory_utilization != default:
         raise ConfigError(
             f"rollout.vllm.gpu_memory_utilization={settings.gpu_memory_utilization} has no effect "
-            f"beside rollout.kv_cache_memory_mb={kv_cache_memory_mb}; set one of them"
+            f"with rollout.kv_cache_memory_mb={kv_cache_memory_mb}; set one of them"
         )
     check_lora(lora)
     if settings.quantization and lora == "adapter":
@@ -183,7 +183,7 @@ def check_settings(
     if replay and not settings.enable_prefix_caching:
         raise ConfigError(
             "rollout.enable_rollout_routing_replay=true with "
-            "rollout.vllm.enable_prefix_caching=false: vLLM keeps the experts of tokens beside its "
+            "rollout.vllm.enable_prefix_caching=false: vLLM stores the experts of tokens with its "
             "cached blocks; set enable_prefix_caching=true"
         )
 
@@ -205,8 +205,8 @@ def _check_here(options: VllmOptions) -> None:
         )
     if quantization and dtype == "float32":
         raise ConfigError(
-            f"rollout.vllm.quantization={quantization} of float32 weights: vLLM computes beside "
-            "it in bfloat16 or float16; set rollout.vllm.dtype=bfloat16"
+            f"rollout.vllm.quantization={quantization} of float32 weights: vLLM then computes "
+            "in bfloat16 or float16; set rollout.vllm.dtype=bfloat16"
         )
     if options.routed_layers and not on_gpu and "cpu" not in _triton_backends():
         raise ConfigError(

@@ -181,7 +181,7 @@ def test_calls_and_thoughts_are_written_as_the_template_has_them(
     [
         ("gemma", CALLS, "leaves out tool_calls, of 'add'"),
         ("smollm2", CALLS, "leaves out tool_calls, of 'add'"),
-        ("llama3", {**CALLS, "content": "So:"}, "leaves out content beside tool_calls"),
+        ("llama3", {**CALLS, "content": "So:"}, "leaves out content of a turn with tool_calls"),
         ("llama3", {**CALLS, "content": "", "reasoning_content": "R"}, "reasoning_content; write"),
         ("qwen2.5", {"role": "assistant", "content": "4", "reasoning_content": "R"}, "as <think>…"),
     ],
@@ -191,7 +191,7 @@ def test_what_a_template_leaves_out_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=words):
         encode_turn(family_tokenizer(name), [ASK], message)
-    if "beside" not in words:  # a reward model reads whole conversations
+    if "content of" not in words:  # a reward model reads whole conversations
         with pytest.raises(DataError, match=words):
             encode_conversation(family_tokenizer(name), [ASK, message])
 

@@ -246,7 +246,7 @@ def test_a_hook_that_knows_one_server_is_refused_for_several(fakes: list[FakeSer
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": "http://a", "urls": ("http://b",)}, "beside rollout.server.urls"),
+        ({"url": "http://a", "urls": ("http://b",)}, "with rollout.server.urls"),
         ({"urls": ("http://a", "http://a")}, "in it twice"),
         ({"urls": ("10.0.0.7:8000",)}, "no address"),
         (

@@ -223,7 +223,7 @@ def test_which_adapters_vllm_applies_itself(
 
 def test_two_sizes_of_one_cache_contradict() -> None:
     config = {"engine": "vllm", "kv_cache_memory_mb": 64, "vllm": {"gpu_memory_utilization": 0.7}}
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.7 has no effect beside .*=64"):
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0.7 has no effect with .*=64"):
         check_engine_settings(RolloutConfig.model_validate(config))
 
 
