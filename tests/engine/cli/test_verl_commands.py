@@ -282,7 +282,7 @@ def test_a_reward_model_takes_the_place_of_the_rule() -> None:
     config = verls(PPO, *RM.split()).config
     assert config.rl.reward.name == "reward_model"
     assert config.rl.reward.options == {"model": "sfairXC/RM"}
-    with pytest.raises(ConfigError, match="one of them scores"):
+    with pytest.raises(ConfigError, match="only one can score"):
         verls(PPO, *RM.split(), "custom_reward_function.path=f.py")
 
 
