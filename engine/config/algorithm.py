@@ -40,8 +40,7 @@ class DistillationConfig(Section):
     beta: float = Field(0.5, gt=0, lt=1)
     """jsd: near 0 as forward_kl, near 1 as reverse_kl"""
     top_k: int = Field(0, ge=0)
-    """Compare this many of the teacher's likeliest tokens, and all others as one class; 0: the
-    whole vocabulary"""
+    """Likeliest tokens of the teacher to compare, the others as one class; 0: all tokens"""
     teachers: tuple[TeacherConfig, ...] = ()
     """Several teachers, or one behind a url; none: algorithm.teacher"""
     route_by: str = ""

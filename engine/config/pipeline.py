@@ -78,8 +78,7 @@ class PromoteConfig(Section):
     """What decides: test, a name of data.evaluation_sets, or all: every one must pass"""
     minimum_problems: int = Field(100, ge=1)
     """Different problems that the evaluation set must have for a promotion"""
-    minimum_gain: float = Field(0.0, ge=0, lt=1)
-    """The lower end of the gain's interval must be above this"""
+    minimum_gain: float = Field(0.0, ge=0, lt=1, description="The gain's lower end must exceed it")
     bootstrap: bool = Field(False, description="Let the first champion in without a gain over SFT")
     minimum_score: float | None = Field(None, ge=0, le=1)
     """Least greedy pass@1 of the new model, at the lower end of its interval"""

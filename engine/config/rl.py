@@ -122,12 +122,9 @@ class ActorConfig(UpdateConfig):
     old_log_probs: Literal["auto", "rollout", "trainer"] = "auto"
     """rollout: as sampled; trainer: recomputed; auto: as sampled where both agree"""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
-    clip_ratio: float | None = Field(None, gt=0, lt=1)
-    """Clip range of the probability ratio; None: the loss's own (0.2)"""
-    clip_ratio_low: float | None = Field(None, gt=0, lt=1)
-    """How far below 1 the ratio may go; None: clip_ratio"""
-    clip_ratio_high: float | None = Field(None, gt=0)
-    """How far above 1 the ratio may go; None: clip_ratio"""
+    clip_ratio: float | None = Field(None, gt=0, lt=1, description="Clip range; None: loss's (0.2)")
+    clip_ratio_low: float | None = Field(None, gt=0, lt=1, description="Low clip; None: clip_ratio")
+    clip_ratio_high: float | None = Field(None, gt=0, description="High clip; None: clip_ratio")
     clip_ratio_c: float | None = Field(None, gt=1, description="Dual clip; None: the loss's own")
     tau_pos: float | None = Field(None, gt=0, description="SAPO's gate where advantages are > 0")
     tau_neg: float | None = Field(None, gt=0, description="SAPO's gate where advantages are <= 0")
@@ -233,9 +230,8 @@ class TrainerConfig(LoopConfig):
     """Rollout source: sync, one_step_off, async, or your own: who waits for whom"""
     delta_sync: bool = Field(False, description="Send rollout processes only changed weights")
     weight_transfer: Literal["auto", "nccl", "gloo", "store"] = "auto"
-    """async: how samplers get whole weights. nccl (not run yet) and gloo: a broadcast while vLLM
-    decodes; store: Ray's object store; auto: nccl if policy and samplers have whole GPUs of their
-    own, else store"""
+    """async: how samplers get weights. nccl (not run yet), gloo: a broadcast while vLLM decodes;
+    store: Ray's object store; auto: nccl if policy and samplers have whole GPUs, else store"""
     staleness: int = Field(1, ge=0, description="async: versions that a completion may be behind")
     rollout_workers: int = Field(1, ge=1)
     """one_step_off, async: processes that only decode and validate, each with a whole policy; the
