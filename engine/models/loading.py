@@ -91,13 +91,13 @@ def model_lock() -> Iterator[None]:
         yield
 
 
-@model_lock()
 def new_model_config(config: ModelConfig, vocab_size: int, **tokens: int | None) -> Qwen2Config:
     """Return the configuration of a small, tied Qwen2; `tokens` are its special tokens' ids."""
     values: dict[str, Any] = {name: getattr(config, name) for name in _SIZES} | tokens
     return Qwen2Config(vocab_size=vocab_size, tie_word_embeddings=True, **values)
 
 
+@model_lock()
 def build_model(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:

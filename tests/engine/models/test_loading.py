@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import shutil
 import threading
@@ -301,22 +302,27 @@ def test_threads_that_load_leave_each_other_alone(tiny_folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_adapters_are_drawn_alone_and_the_generator_is_given_back(tiny_folder: Path) -> None:
-    lora = LoRAConfig(rank=4)
-    wanted = load_policy_model(tiny_folder, "float32", lora, 3).state_dict()
+@pytest.mark.parametrize("part", ["adapters", "weights"])
+def test_threads_draw_alone_and_give_the_generator_back(tiny_folder: Path, part: str) -> None:
+    lora, tokenizer = LoRAConfig(rank=4), load_tokenizer(tiny_folder)
+
+    def draw() -> dict[str, Tensor]:
+        if part == "weights":
+            return build_model(TINY_MODEL, tokenizer, 3).state_dict()
+        return load_policy_model(tiny_folder, "float32", lora, 3).state_dict()
+
+    expected = draw()
     torch.manual_seed(11)
     before = torch.get_rng_state()
     together = threading.Barrier(THREADS)
 
-    def load(index: int) -> dict[str, torch.Tensor]:
+    def draw_often(index: int) -> list[dict[str, Tensor]]:
         together.wait(60)
-        for _ in range(3):
-            found = load_policy_model(tiny_folder, "float32", lora, 3).state_dict()
-        return found
+        return [draw() for _ in range(4)]
 
     with ThreadPoolExecutor(THREADS) as pool:
-        for found in pool.map(load, range(THREADS)):
-            assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        for drawn in itertools.chain(*pool.map(draw_often, range(THREADS))):
+            assert all(torch.equal(drawn[name], tensor) for name, tensor in expected.items())
     assert torch.equal(torch.get_rng_state(), before)
 
 
