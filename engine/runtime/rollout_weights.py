@@ -1,7 +1,7 @@
 """The weights that a rollout engine decodes with: the trainer's own storage, or a resharded copy.
 
 Only the boxes that ranks lack are exchanged (`engine.parallel.reshard`), into buffers of the
-rollout's layout or into vLLM's own parameters. `rollout_weights` and `vllm_weights` choose.
+rollout's layout or into vLLM's own parameters. `rollout_weights` chooses.
 """
 
 import copy
@@ -25,7 +25,7 @@ from engine.parallel.module_shards import gather_shard_map, local_tensors
 from engine.parallel.reshard import plan_reshard
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES, Box, rollout_shard_map
 from engine.rollout.native.decoding_weights import TPModelShard
-from engine.rollout.protocol import RolloutEngine
+from engine.rollout.protocol import RolloutEngine, engine_capabilities
 from engine.runtime.apply_layout import floating_dtype
 from engine.runtime.sharded_model import ShardedModel
 from engine.storage.weight_files import file_tensors
@@ -269,12 +269,21 @@ class StreamedWeights(RolloutWeights):
         engine.update_from(file_tensors(kind, self._sharded.full_tensors()), version)
 
 
-def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutWeights:
-    """A policy's weights for rollout on groups of `tp` ranks, by an engine that takes a model.
+def rollout_weights(
+    sharded: ShardedModel, config: RolloutConfig, load: LoadModel
+) -> RolloutWeights:
+    """A policy's weights for the engine of `config`, on groups of `tensor_parallel_size` ranks.
 
-    `load()` loads the full policy; it is called for a sharded policy with adapters only, decoded by
-    single ranks. Raises ConfigError where the engine would need shards that it can't decode with.
+    `load()` loads the full policy; it is called for a sharded policy with adapters only. Raises
+    ConfigError where the engine would need shards that it can't decode with.
     """
+    if engine_capabilities(config).loads_shards:
+        return _vllm_weights(sharded, config, load)
+    return _model_weights(sharded, config.tensor_parallel_size, load)
+
+
+def _model_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutWeights:
+    """The weights for an engine that takes a model, or a rank's shard of one."""
     layout, module = sharded.ranks.layout, sharded.module
     split = [axis for axis, size in layout.sizes.items() if size > 1 and axis != "dp"]
     if not split and tp == 1:
@@ -295,8 +304,7 @@ def rollout_weights(sharded: ShardedModel, tp: int, load: LoadModel) -> RolloutW
     return ReshardedWeights(sharded, rollout_layout(layout, tp=tp))
 
 
-def vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) -> RolloutWeights:
-    """A policy's weights for vLLM; `load()` as in `rollout_weights`."""
+def _vllm_weights(sharded: ShardedModel, config: RolloutConfig, load: LoadModel) -> RolloutWeights:
     layout, tp = sharded.ranks.layout, config.tensor_parallel_size
     full = all(size == 1 for axis, size in layout.sizes.items() if axis != "dp")
     if full and (tp == 1 or not config.vllm.in_process):

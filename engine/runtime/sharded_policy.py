@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.config import ParallelConfig
+from engine.config import ParallelConfig, RolloutConfig
 from engine.errors import ConfigError, EngineError, RolloutError
 from engine.models import UnloadedModel, has_adapters, save_policy
 from engine.parallel import fsdp, gradients
@@ -181,7 +181,8 @@ class ShardedPolicy:
             mesh, size = ranks.submesh("tp"), self._config.get_text_config().vocab_size
             head: nn.Module = model.get_output_embeddings()
             head.register_forward_hook(partial(_gather_logits, mesh, size))
-        self.weights = rollout_weights(self.runtime.sharded, rollout_tp, lambda: self._full)
+        rollout = RolloutConfig(engine="native", tensor_parallel_size=rollout_tp)
+        self.weights = rollout_weights(self.runtime.sharded, rollout, lambda: self._full)
 
     def forward(self, *args: object, **kwargs: object) -> object:
         """The model's output for this rank's rows, with full logits."""

@@ -18,7 +18,7 @@ from engine.parallel.layout import Layout
 from engine.registry import import_plugins
 from engine.rollout import protocol
 from engine.runtime.policy_runtime import PolicyRuntime
-from engine.runtime.rollout_weights import rollout_weights, vllm_weights
+from engine.runtime.rollout_weights import rollout_weights
 from engine.runtime.sharded_model import init_mesh, process_device
 from engine.workers.agent_rollout import EpisodeFactory
 from engine.workers.role import Dispatch, Worker, WorkerContext, dispatch
@@ -83,10 +83,7 @@ class EvaluationWorker(Worker):
         policy = PolicyRuntime(model, ranks, parallel)
         rollout = RolloutConfig(engine=self._engine_name, tensor_parallel_size=tp)
         load = partial(load_model, self._path, self._dtype)
-        if protocol.engine_capabilities(rollout).loads_shards:
-            weights = vllm_weights(policy.sharded, rollout, load)
-        else:
-            weights = rollout_weights(policy.sharded, tp, load)
+        weights = rollout_weights(policy.sharded, rollout, load)
         policy.init_rollout(self._engine_name, weights, options | protocol.engine_options(rollout))
         self._stop = stop_token_ids(load_tokenizer(self._path), weights.model.config)
         return policy.engine

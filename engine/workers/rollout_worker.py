@@ -28,8 +28,8 @@ from engine.rollout.stream import (
     take_partial_groups,
     with_partial_groups,
 )
-from engine.runtime import rollout_weights
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel
+from engine.runtime.rollout_weights import RolloutWeights, SharedWeights, rollout_weights
 from engine.runtime.sharded_model import process_device
 from engine.weight_transfer import BroadcastRound
 from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
@@ -263,17 +263,13 @@ class RolloutWorker(StatefulWorker):
         elsewhere = capabilities.remote or capabilities.own_processes
         device = torch.device("cpu") if elsewhere else process_device()
         load = partial(start.load_on, device)
-        if context.process.policy is None:
-            context.process.policy = PolicyRuntime(load(), device=device)
-            weights: rollout_weights.RolloutWeights = rollout_weights.SharedWeights(
-                context.process.policy.module
-            )
-        elif capabilities.loads_shards:
-            weights = rollout_weights.vllm_weights(context.process.policy.sharded, config, load)
+        weights: RolloutWeights
+        if (policy := context.process.policy) is None:
+            context.process.policy = policy = PolicyRuntime(load(), device=device)
+            weights = SharedWeights(policy.module)
         else:
-            tp = config.tensor_parallel_size
-            weights = rollout_weights.rollout_weights(context.process.policy.sharded, tp, load)
-        self.policy = context.process.policy
+            weights = rollout_weights(policy.sharded, config, load)
+        self.policy = policy
         self.stop = stop_token_ids(self.tokenizer, weights.model.config)
         self._groups: Groups | None = None  # between `begin` and the last `next_part`
         self._left, self._done = 0, list[Batch]()

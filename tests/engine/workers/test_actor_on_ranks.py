@@ -24,6 +24,7 @@ from engine.config import (
     DistillationConfig,
     LoRAConfig,
     ParallelConfig,
+    RolloutConfig,
     TeacherConfig,
 )
 from engine.controller.worker_host import (
@@ -160,7 +161,7 @@ def phases(folder: str, parallels: list[dict[str, Any]]) -> list[dict[str, Any]]
     found = []
     for parallel in parallels:
         one = worker(folder, parallel, use_kl_loss=False)
-        served = rollout_weights(one.sharded, 1, lambda: load_model(folder))
+        served = rollout_weights(one.sharded, RolloutConfig(), lambda: load_model(folder))
         engine, seen = NativeEngine(served.model), dict[str, Any]()
         share = Layout.of(one.config.parallel).data_shard(dist.get_rank())
         stored = [local_tensor(p).untyped_storage() for p in one.sharded.module.parameters()]
@@ -448,7 +449,7 @@ def courses_mixture(folder: str, layouts: list[dict[str, Any]], out: str) -> lis
         one = worker(folder, parallel, router_aux_loss_coef=0.5)
         metrics = train(one)
         weights = {name: t.clone() for name, t in one.sharded.full_tensors()}
-        served = rollout_weights(one.sharded, 1, lambda: load_model(folder))
+        served = rollout_weights(one.sharded, RolloutConfig(), lambda: load_model(folder))
         served.refresh()
         engine = NativeEngine(served.model)
         done = engine.generate([[5, 6, 7], [8]], SamplingParams(n=2, max_new_tokens=4, seed=3))
