@@ -413,7 +413,7 @@ def check_rl_memory(
 
 
 def check_sft_memory(config: SFTConfig, cluster: planner.Cluster, **model: Any) -> None:
-    """As `check_rl_memory`, for the warm start."""
+    """Do as `check_rl_memory`, for the warm start."""
     try:
         work = sft_workload(config, **model)
     except ConfigError:

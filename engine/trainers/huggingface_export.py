@@ -119,7 +119,7 @@ def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel
 
 
 def _write_local(policy: PreTrainedModel, path: str, folder: Folder, step: int) -> None:
-    """To a disk: write a draft, fsync it, rename it."""
+    """Write to a disk: a draft, which is fsynced and renamed."""
     parent = Folder(Path(folder.path).parent)
     parent.create()
     draft = parent / draft_name(step)
@@ -133,7 +133,7 @@ def _write_local(policy: PreTrainedModel, path: str, folder: Folder, step: int) 
 
 
 def _upload(policy: PreTrainedModel, path: str, folder: Folder) -> None:
-    """To an object store, which can't rename: config.json, which marks it complete, is last."""
+    """Write to an object store, which can't rename: config.json comes last, and marks the end."""
     with tempfile.TemporaryDirectory(prefix="export-") as near:
         save_model(policy, saved_tokenizer(path, policy), near)
         names = [str(file.relative_to(near)) for file in Path(near).rglob("*") if file.is_file()]

@@ -118,7 +118,7 @@ def make_saver(folder: str | Path, roles: Roles, spec: RunSpec) -> Saver:
 def save_episodes(
     folder: str | Path, before: str | Path | None, roles: Roles, spec: RunSpec
 ) -> None:
-    """In mode sync, have a step's episodes saved beside its checkpoints while they are rolled out.
+    """Have mode sync save a step's episodes beside its checkpoints while they are rolled out.
 
     They go on from there, or from `before`, the folder that the run resumes from.
     """
@@ -163,7 +163,7 @@ class FinalModel:
         return f"step {self.step} of {self.last}, {why}{shown}"
 
     def metrics(self) -> Metrics:
-        """As metrics of the run, e.g. {"final/step": 40.0, "final/last_step": 80.0, …}."""
+        """The same as metrics of the run, e.g. {"final/step": 40.0, "final/last_step": 80.0, …}."""
         score = {} if self.score is None else {"final/validation_reward": self.score}
         return {"final/step": float(self.step), "final/last_step": float(self.last), **score}
 
@@ -326,7 +326,7 @@ def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
 
 @contextmanager
 def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Iterator[None]:
-    """On any exception, give the save in flight as long as a pre-emption notice would."""
+    """Give the save in flight as long as a pre-emption notice would, on any exception."""
     try:
         yield
     except BaseException as error:
@@ -342,7 +342,7 @@ def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Itera
 
 @contextmanager
 def lost_workers_explained(notice: PreemptionNotice) -> Iterator[None]:
-    """After a notice, workers may be stopped before this process: that is a pre-emption."""
+    """Raise PreemptedError for workers that are lost after a notice: they may be stopped first."""
     try:
         yield
     except errors.WorkerError as error:

@@ -244,7 +244,7 @@ def read_record(folder: str) -> StepRecord:
 
 
 class _RecordedGroup:
-    """In place of a role that is not run again: gives out results in the order of the calls."""
+    """Stands for a role that is not run again: gives out its results in the order of the calls."""
 
     def __init__(self, record: StepRecord, calls: Iterator[Call], role: str) -> None:
         self._record, self._calls, self._role = record, calls, role

@@ -172,7 +172,7 @@ def rsqrt(x):
 
 
 def liger() -> None:
-    """In float32: the interpreter's bfloat16 is not a GPU's."""
+    """Computes in float32: the interpreter's bfloat16 is not a GPU's."""
     import liger_kernel.ops.rms_norm as rms
 
     convert = interpreter._implicit_cvt

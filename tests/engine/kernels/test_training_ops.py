@@ -350,7 +350,7 @@ def test_rotary_positions_come_with_the_layers(d: int, batch: int) -> None:
 
 
 def test_gradients_of_some_alone() -> None:
-    """Of x where weights are frozen, of weights where x has none."""
+    """They are those of x where weights are frozen, of weights where x has none."""
     x, weights = drawn(50, 48), matrices(48, 96)
     calls: list[Callable[[], Tensor]] = [
         lambda: gated_mlp(x, weights[0], weights[1], weights[2]),

@@ -360,7 +360,7 @@ def test_a_70b_model_on_1024_ranks_is_planned_in_seconds(layout: Layout) -> None
 
 
 def spread(*shard_map: tuple[int, int, int]) -> ShardMap:
-    """Of one parameter of 8 elements: (offset, size, rank)."""
+    """A map of one parameter of 8 elements, from (offset, size, rank) of each part."""
     parts = tuple(Shard(Box((a,), (n,)), (0,), (rank,)) for a, n, rank in shard_map)
     return ShardMap(2, {"w": ShardedParameter((8,), "w", parts)}, {"w": torch.float32})
 
@@ -433,7 +433,7 @@ def test_each_place_is_taken_once(case: tuple[Layout, RolloutLayout]) -> None:
 
 @given(cases_rollout())
 def test_a_training_shard_nests_in_the_rollout_shard(case: tuple[Layout, RolloutLayout]) -> None:
-    """As fractions of stages and of rows; with tp below the trainer's the other way round."""
+    """It nests as fractions of stages and rows do; with a smaller tp the other way round."""
     layout, found = case
     shards = layout.fsdp * layout.sp
     for rank in range(layout.world_size):

@@ -224,7 +224,7 @@ def test_what_does_not_fit(make: Any, problem: str) -> None:
 
 
 def plain_weights(family: str, seed: int) -> dict[str, Tensor]:
-    """As transformers names and ties them."""
+    """The weights of a tiny model, as transformers names and ties them."""
     model = tiny_model(family, seed)
     return {name: tensor.detach() for name, tensor in full.named_tensors(model).items()}
 

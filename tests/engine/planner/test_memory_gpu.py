@@ -137,7 +137,7 @@ def test_training(folder: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout)
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=4)], ids=str)
 def test_the_warm_start(folder: Path, monkeypatch: pytest.MonkeyPatch, layout: Layout) -> None:
-    """By the estimate with which a plan refuses one that can't fit."""
+    """The estimate with which a plan refuses a warm start is what one takes."""
     batch = training_batch(ROWS)
     width = int(batch["attention_mask"].shape[1])
     values = {"parallel": layout.sizes, "max_tokens_per_micro_batch": TOKENS, "packing": False}

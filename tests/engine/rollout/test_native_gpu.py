@@ -83,7 +83,7 @@ def test_adapters_beside_the_base_are_the_trainers(dtype: torch.dtype, graphs: b
 
 @pytest.mark.parametrize("graphs", [False, True])
 def test_adapters_beside_the_base_need_no_second_one(graphs: bool) -> None:
-    """By the device's peak memory in a rollout."""
+    """The device's peak memory in a rollout shows it."""
     shape = Qwen2Config(hidden_size=512, intermediate_size=2048, num_hidden_layers=6, vocab_size=99)
     model: Any = Qwen2ForCausalLM(shape).bfloat16()
     layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())

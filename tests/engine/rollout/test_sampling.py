@@ -136,7 +136,7 @@ def test_a_large_vocabulary_is_inverted_as_a_small_one(scale: float) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 8.0])
 def test_top_p_keeps_the_same_however_many_tokens_it_takes(scale: float) -> None:
-    """From a handful of candidates to almost all tokens."""
+    """It keeps from a handful of candidates to almost all tokens."""
     generator = torch.Generator().manual_seed(1)
     logits = scale * torch.randn(64, 3000, generator=generator)
     noise = torch.rand(64, generator=generator)

@@ -109,7 +109,7 @@ def test_weights_of_another_shape_are_refused(tmp_path: Path) -> None:
 def test_an_environment_that_is_not_whole_is_named(
     tiny_folder: Path, world_size: str, said: str
 ) -> None:
-    """In a process of its own: a process group that is there already would be used."""
+    """It runs in a process of its own: a process group that is there would be used."""
     program = f"from engine import HybridActor; HybridActor.from_pretrained({str(tiny_folder)!r})"
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "MASTER_ADDR")}
     done = subprocess.run(

@@ -194,7 +194,7 @@ ADAPTERS = 4 * 4 * 2 * (4 * 2 * 128 + 3 * (128 + 256))  # of rank 2
 
 
 def peaks(folder: str, cases: list[Sizes], lora: LoRAConfig | None = None) -> list[tuple[int, int]]:
-    """Of each layout the most bytes of tensors while it is loaded, and those that stay."""
+    """The most bytes of tensors while each layout is loaded, and those that stay."""
     found = []
     for ranks, config in layouts(cases):
         source = open_policy_model(folder, "float32", lora)

@@ -78,7 +78,7 @@ def test_trimmed_log_probs_equal_untrimmed_ones() -> None:
 
 
 def packed_gradients(checkpoints: bool | str, rank: int) -> tuple[int, dict[str, Tensor]]:
-    """Of a pass over packed rows whose head runs in chunks, and how often it multiplied."""
+    """Count the products of a pass over packed rows, its head in chunks, and get its gradients."""
     model = tiny_model("qwen2")
     if rank:
         add_adapters(model, LoRAConfig(rank=rank), seed=0)

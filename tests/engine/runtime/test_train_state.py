@@ -185,7 +185,7 @@ def test_the_same_layout_goes_on_bit_for_bit(folder: str, tmp_path: Path) -> Non
 def masters_after_loading(
     folder: str, saved: str, parallel: dict[str, Any]
 ) -> dict[str, tuple[Box, Tensor, Tensor]]:
-    """Of each parameter this rank's box, its master and its working weight; trains a step then."""
+    """This rank's box, master and working weight of each parameter; then trains a step."""
     one = worker(folder, "actor", parallel, 0, "bfloat16")
     one.load_state(saved)
     moments = one.train_state.optimizer.state_dict()["moments"]

@@ -413,7 +413,7 @@ def test_a_second_run_in_the_folder_is_refused(tiny_folder: Path, tmp_path: Path
 
 
 def test_a_checkpoint_of_another_start_model_is_refused(tiny_folder: Path, tmp_path: Path) -> None:
-    """Of the same shape, under the same path: no name or size tells them apart."""
+    """Both have one shape and one path: no name or size tells them apart."""
     start = tmp_path / "start"
     shutil.copytree(tiny_folder, start)
     with trainer(start) as first:
