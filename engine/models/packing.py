@@ -124,8 +124,7 @@ def _common(ids: np.ndarray, lengths: Sequence[int], order: Sequence[int]) -> li
     ordered, ends = ids[list(order)], np.array(lengths)[list(order)]
     differ = ordered[1:] != ordered[:-1]
     first = np.where(differ.any(1), differ.argmax(1), ids.shape[1])
-    common: list[int] = np.minimum(first, np.minimum(ends[1:], ends[:-1])).tolist()
-    return common
+    return np.minimum(first, np.minimum(ends[1:], ends[:-1])).tolist()
 
 
 Packing = bool | Literal["auto"]  # auto: where it saves enough
@@ -152,37 +151,23 @@ class PackedRows:
 
 def pack_rows(
     ids: Tensor,
-    lengths: Tensor,
-    prompts: Tensor | None = None,
+    lengths: Sequence[int],
+    tree: PrefixTree,
     multiple: int = 1,
     *,
-    tree: PrefixTree | None = None,
     recurring: bool = False,
 ) -> PackedRows:
     """Pack left-aligned rows `ids` [B, L] of `lengths` [B] tokens each, padding last.
 
-    Rows with the same first `prompts` [B] tokens have those in common (None: none has), or, with a
-    `tree` of these rows, what they share in it. A row of id 0 fills T up to a multiple of
-    `multiple`; with `recurring`, to a `recurring_size` first. Raises DataError for a row without
-    tokens, or with fewer than its prompt's.
+    What rows share in their `tree` is there once. A row of id 0 fills T up to a multiple of
+    `multiple`; with `recurring`, to a `recurring_size` first.
     """
-    sizes, width = lengths.tolist(), ids.shape[1]
-    if min(sizes) < 1 or max(sizes) > width:
-        raise DataError(
-            f"rows to pack have {min(sizes)} to {max(sizes)} tokens in {width} "
-            "columns; give each row at least one token, and none more than there are columns"
-        )
-    if prompts is not None and bool((prompts > lengths).any()):
-        raise DataError("a row to pack is shorter than its prompt; give the whole prompt")
-    if tree is None:
-        tree = PrefixTree(tuple(range(len(ids))), (0,) * len(ids))
-        if prompts is not None:
-            tree = prompt_tree(same_prompts(ids, prompts), prompts.tolist())
+    width = ids.shape[1]
     firsts: list[int] = []  # of each piece, flat among `ids`
     runs: list[Run] = []
     path: list[tuple[int, int, int]] = []  # pieces before: a column's end, first and last + 1 here
     at = 0
-    for (row, pieces), shared in zip(tree.pieces(sizes), tree.shared, strict=True):
+    for (row, pieces), shared in zip(tree.pieces(lengths), tree.shared, strict=True):
         path = [piece for piece in path if piece[0] <= shared]
         for start, stop in pieces:
             firsts.append(row * width + start)
@@ -284,8 +269,7 @@ def set_packing(model: nn.Module, packing: Packing) -> None:
 
 def packing_of(model: nn.Module) -> Packing:
     """Return when a model or its body gets packed rows; False where packing wasn't applied."""
-    packing: Packing = getattr(body_of(model), _MARK, False)
-    return packing
+    return getattr(body_of(model), _MARK, False)
 
 
 def packed_forward(module: nn.Module, rows: PackedRows, **options: object) -> Any:
@@ -427,12 +411,12 @@ def pack(
     packing = packing_of(model) if packing is None else packing
     if not packing or seqs.lengths is None or seqs.prompts is None:
         return None
-    lengths = torch.maximum(seqs.lengths - 1, seqs.prompts)
-    sizes, prompt_sizes = lengths.tolist(), seqs.prompts.tolist()
-    by_prompt = prompt_tree(same_prompts(seqs.input_ids, seqs.prompts), prompt_sizes)
-    tree = worthwhile_tree(seqs.input_ids, sizes, prompt_sizes, by_prompt) or by_prompt
-    if not is_worthwhile(packing, tree.size(sizes), seqs.input_ids.numel()):
+    lengths = torch.maximum(seqs.lengths - 1, seqs.prompts).tolist()
+    prompts = seqs.prompts.tolist()
+    by_prompt = prompt_tree(same_prompts(seqs.input_ids, seqs.prompts), prompts)
+    tree = worthwhile_tree(seqs.input_ids, lengths, prompts, by_prompt) or by_prompt
+    if not is_worthwhile(packing, tree.size(lengths), seqs.input_ids.numel()):
         return None
     device = next(model.parameters()).device
-    ids, lengths, prompts = (t.to(device) for t in (seqs.input_ids, lengths, seqs.prompts))
-    return pack_rows(ids, lengths, prompts, multiple, tree=tree, recurring=device.type == "cpu")
+    ids, on_cpu = seqs.input_ids.to(device), device.type == "cpu"
+    return pack_rows(ids, lengths, tree, multiple, recurring=on_cpu)
