@@ -25,7 +25,6 @@ class ExchangeStats:
     received: int
     copied: int  # on this rank
     shared: int  # in the target's memory already, so not copied
-    all_to_alls: int
     buffers: int  # memory taken besides source and target
 
 
@@ -107,7 +106,7 @@ class Exchange:
                 view(target, part.start, part.size).copy_(_bucket_view(received_view, part))
             sent, received = sent + sent_view.nbytes, received + received_view.nbytes
         buffers = outgoing.nbytes + incoming.nbytes
-        return ExchangeStats(sent, received, copied, shared, len(self._all_to_alls), buffers)
+        return ExchangeStats(sent, received, copied, shared, buffers)
 
     def _copy_local(self) -> tuple[int, int]:
         """Copy what this rank has; return bytes copied, and bytes that needed no copy."""
