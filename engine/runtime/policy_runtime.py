@@ -203,18 +203,15 @@ def _transferred_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones once) and buffers of a state dict, by name; or adapters alone."""
     if models.has_adapters(model):
         return {name: p.data for name, p in models.adapter_parameters(model).items()}
-    named: dict[str, Tensor] = dict(model.named_parameters())
-    state = model.state_dict(keep_vars=True)
-    named |= {name: b for name, b in model.named_buffers() if name in state}
-    return {name: tensor.data for name, tensor in named.items()}
+    return {name: tensor.data for name, tensor in named_tensors(model).items()}
 
 
-def open_tokenizer(path: str | Path, setting: str = "model.path") -> PreTrainedTokenizerBase:
+def open_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load a model's own tokenizer; ModelError unless the folder is whole and the two fit.
 
     Every entry point that is given a model begins with this, before it reads data.
     """
-    models.require_model_folder(path, setting)
+    models.require_model_folder(path)
     vocabulary, _ = models.vocabulary_and_context(path)
     tokenizer = load_tokenizer(path)
     models.check_vocabulary(vocabulary, tokenizer, str(path))
@@ -230,7 +227,7 @@ class StartModel:
     tokenizer: str = ""  # its folder; empty: the model's
 
     def open(self) -> PreTrainedModel | models.UnloadedModel:
-        """To be loaded by the ranks that keep it, where that can be."""
+        """Open the model, to be loaded by the ranks that keep it where that can be."""
         return models.open_policy_model(self.path, self.dtype, self.lora, self.seed)
 
     def load_on(self, device: torch.device) -> PreTrainedModel:
