@@ -283,10 +283,10 @@ class AsyncSource(_AheadSource):
     def _restart_weights(self) -> None:
         self.close()
         super()._restart_weights()
-        import ray  # not there in a run without it
-
         backend, config = run_spec.broadcast_backend(self._spec), self._config
         if backend is not None:
+            import ray  # not there in a run without it
+
             self._publisher = WeightBroadcasts(
                 self.roles.actor,
                 backend,

@@ -288,9 +288,8 @@ class LlamaDecoder:
         plus: Tensor | None = None  # the last MLP's output, which is not in x yet
         for index, layer in enumerate(w.layers):
             x, h = triton_kernels.add_norm(x, plus, *layer.input_norm)
-            q = w.project(h, layer.q).unflatten(-1, (w.heads, w.head_dim))
-            k = w.project(h, layer.k).unflatten(-1, (w.kv_heads, w.head_dim))
-            v = w.project(h, layer.v).unflatten(-1, (w.kv_heads, w.head_dim))
+            products = (w.project(h, by) for by in (layer.q, layer.k, layer.v))
+            q, k, v = (y.unflatten(-1, (-1, w.head_dim)) for y in products)
             if layer.q_norm is not None and layer.k_norm is not None:
                 _, q = triton_kernels.add_norm(q, None, *layer.q_norm)
                 _, k = triton_kernels.add_norm(k, None, *layer.k_norm)
@@ -364,9 +363,8 @@ class LlamaDecoder:
         """Project x `[…, hidden]` to rotated q and k and v, each `[…, heads, head_dim]`."""
         w = self._w
         h = _rms_norm(x, layer.input_norm)
-        q = w.project(h, layer.q).unflatten(-1, (w.heads, w.head_dim))
-        k = w.project(h, layer.k).unflatten(-1, (w.kv_heads, w.head_dim))
-        v = w.project(h, layer.v).unflatten(-1, (w.kv_heads, w.head_dim))
+        products = (w.project(h, by) for by in (layer.q, layer.k, layer.v))
+        q, k, v = (y.unflatten(-1, (-1, w.head_dim)) for y in products)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = _rms_norm(q, layer.q_norm), _rms_norm(k, layer.k_norm)
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin), v
