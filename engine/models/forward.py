@@ -24,7 +24,7 @@ from engine.batch import Batch
 from engine.kernels.training_ops import RowsRead
 from engine.models.fused import takes_rows_read
 from engine.models.lora import BaseModelView
-from engine.models.packing import PackedRows, Sequences, left_align, pack, packed_forward
+from engine.models.packing import PackedRows, Sequences, body_of, left_align, pack, packed_forward
 from engine.models.routing import open_routing, routing
 from engine.models.value_head import CriticModel, head_values
 from engine.models.vocabulary_head import (
@@ -92,11 +92,9 @@ def hidden_states(model: nn.Module, seqs: Sequences, position_ids: Tensor | None
 
     `position_ids [B, L]`: of columns that are a share of longer rows.
     """
-    body: Any = model.base_model
     ids = seqs.input_ids.to(_device(model))
     options = {} if position_ids is None else {"position_ids": position_ids.to(ids.device)}
-    hidden: Tensor = body(input_ids=ids, use_cache=False, **options).last_hidden_state
-    return hidden
+    return body_of(model)(input_ids=ids, use_cache=False, **options).last_hidden_state
 
 
 @torch.no_grad()
@@ -124,17 +122,15 @@ def _packed(model: nn.Module, seqs: Sequences) -> PackedRows | None:
 
 
 def _packed_states(model: nn.Module, rows: PackedRows, seqs: Sequences) -> Tensor:
-    body: Any = model.base_model
-    seqs = seqs.to(rows.places.device)
+    body, seqs = body_of(model), seqs.to(rows.places.device)
     index = rows.index(seqs.rows, seqs.positions)
     if takes_rows_read(model):
         different, inverse = index.unique(return_inverse=True)  # several read a prompt's end
         shared = len(different) < len(index)
         read = RowsRead.at(different if shared else index)
-        states: Tensor = packed_forward(body, rows, read=read).last_hidden_state[0]
+        states = packed_forward(body, rows, read=read).last_hidden_state[0]
         return states.index_select(0, inverse) if shared else states[: len(index)]
-    hidden: Tensor = packed_forward(body, rows).last_hidden_state
-    return hidden[0].index_select(0, index)
+    return packed_forward(body, rows).last_hidden_state[0].index_select(0, index)
 
 
 def read_states(

@@ -114,11 +114,8 @@ def _as_one(
         read,
         torch.is_grad_enabled(),
     )
-    return (
-        decoder_layer.compiled_layer(x, weights, call)
-        if decoder_layer.takes_layer(x, weights, call)
-        else None
-    )
+    takes = decoder_layer.takes_layer(x, weights, call)
+    return decoder_layer.compiled_layer(x, weights, call) if takes else None
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -131,8 +128,7 @@ def rotary_forward(
     """Compute each position's rotary numbers once, where many tokens are at few positions."""
     last = int(position_ids.max()) + 1
     if module.rope_type not in _STATIC_ROPE or _MIN_TOKENS_A_POSITION * last > position_ids.numel():
-        embeddings: tuple[Tensor, Tensor] = plain(x, position_ids)
-        return embeddings
+        return plain(x, position_ids)
     cos, sin = plain(x, torch.arange(last, device=position_ids.device)[None])
     flat, shape = position_ids.flatten(), (*position_ids.shape, cos.shape[-1])
     return tuple(each[0].index_select(0, flat).view(shape) for each in (cos, sin))
@@ -185,7 +181,7 @@ def attention_forward(
             **kwargs,
         )
         return (out if read is None else read.of(out)), weights
-    shape = hidden_states.shape[:-1]
+    window = getattr(module.config, "sliding_window", None)
     make = liger.queries_keys_values if by_liger else _queries_keys_values
     query, key, value = make(module, hidden_states, cos, sin)
     attend: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -200,12 +196,10 @@ def attention_forward(
         attention_mask,
         dropout=module.attention_dropout if module.training else 0.0,
         scaling=module.scaling,
-        sliding_window=getattr(
-            module, "sliding_window", getattr(module.config, "sliding_window", None)
-        ),
+        sliding_window=getattr(module, "sliding_window", window),
         **kwargs,
     )
-    out = out.reshape(*shape, -1)
+    out = out.reshape(*hidden_states.shape[:-1], -1)
     if by_liger:
         return module.o_proj(out.contiguous()), weights
     (out,) = _project(out if read is None else read.of(out), [module.o_proj])
@@ -282,9 +276,8 @@ def gains_by_fusion(dtype: torch.dtype, device: torch.device) -> bool:
     """Tell whether weights of `dtype` are trained in less time on `device`."""
     if device.type != "cpu":
         return liger.takes_device(device) and dtype != torch.float64
-    return dtype == torch.float32 or (
-        dtype == torch.bfloat16 and training_ops.library() is not None
-    )
+    compiled = dtype == torch.bfloat16 and training_ops.library() is not None
+    return compiled or dtype == torch.float32
 
 
 def _layers(model: nn.Module, device: torch.device) -> list[Any]:

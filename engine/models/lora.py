@@ -173,8 +173,7 @@ def adapter_tensors(
 
     state = None if values is None else dict(values)
     # Without save_embedding_layers=False, peft would look the base up on the hub.
-    named: dict[str, Tensor] = get_peft_model_state_dict(model, state, save_embedding_layers=False)
-    return named
+    return get_peft_model_state_dict(model, state, save_embedding_layers=False)
 
 
 def write_adapter(tensors: Mapping[str, Tensor], settings: PeftConfigLike, folder: Path) -> None:

@@ -100,8 +100,7 @@ def packed_attention(
 def _by_block(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> Tensor:
-    out: Tensor = _Attention.apply(query, key, value, segments.runs, scale)
-    return out
+    return _Attention.apply(query, key, value, segments.runs, scale)
 
 
 class _Attention(torch.autograd.Function):

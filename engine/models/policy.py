@@ -334,8 +334,7 @@ def _find(model: nn.Module, files: WeightFiles) -> dict[str, str]:
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by each of their names."""
-    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    return tensors
+    return model.state_dict(keep_vars=True)
 
 
 def _fill_buffers(model: PreTrainedModel) -> None:

@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Linear):
             offset=_floats(module.mean_scale),
             state2=outer,
         )
-        flat: Tensor = bnb.dequantize_4bit(self.weight.data, state)
+        flat = bnb.dequantize_4bit(self.weight.data, state)
         return flat.view(self.out_features, self.in_features)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -157,8 +157,7 @@ def _pack(weight: Tensor, kind: str) -> tuple[Tensor, dict[str, Tensor]]:
 def _code_of_scales(device: str) -> Tensor:
     import bitsandbytes.functional as bnb
 
-    code: Tensor = bnb.create_dynamic_map().to(device)
-    return code
+    return bnb.create_dynamic_map().to(device)
 
 
 def _bits(scales: Tensor) -> Tensor:

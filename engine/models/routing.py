@@ -108,8 +108,7 @@ def routing(model: nn.Module, batch: Batch, *, replay: bool = False) -> Iterator
 
 def open_routing(model: nn.Module) -> Routing | None:
     """Return the Routing that is open for `model`, or for the model whose body it is."""
-    opened: Routing | None = getattr(body_of(model), _OPEN, None)
-    return opened
+    return getattr(body_of(model), _OPEN, None)
 
 
 def routers(model: nn.Module) -> list[nn.Module]:

@@ -197,8 +197,7 @@ def read_model(gguf: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedMode
     model.config.update(ids)
     model.name_or_path = model.config._name_or_path = ""
     model.generation_config = GenerationConfig(**ids)
-    reduced: PreTrainedModel = model.to(torch.bfloat16)
-    return reduced
+    return model.to(torch.bfloat16)
 
 
 def _from_gguf(loader: Any, gguf: Path, **options: object) -> Any:

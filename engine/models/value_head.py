@@ -105,8 +105,7 @@ class CriticModel(nn.Module):
 
 def head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
     """Compute a value head's values `[…]` (float32) of hidden states `[…, H]`."""
-    values: Tensor = head(hidden.to(head.weight.dtype))
-    return values.squeeze(-1).float()
+    return head(hidden.to(head.weight.dtype)).squeeze(-1).float()
 
 
 def output_size(config: PretrainedConfig) -> int:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from engine.algorithms.divergences import full_kl
+from engine.algorithms.masked import at_least_float
 from engine.errors import ConfigError
 from engine.kernels import training_ops, triton_kernels
 from engine.kernels.training_ops import input_gradient, linear, recurring_size, weight_gradient
@@ -338,7 +339,7 @@ def _logits_gradient(
 def _log_softmax(logits: Tensor, request: _Request) -> Tensor:
     """Return log softmax(logits / temperature) [n, V] in float32, or float64."""
     with torch.autocast(logits.device.type, enabled=False):
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = at_least_float(logits)
         if request.temperature != 1.0:
             logits.div_(request.temperature)
         return logits.log_softmax(-1)

@@ -98,8 +98,7 @@ def sum_tokens(values: Tensor, ranks: Ranks) -> Tensor:
     group = ranks.group("sp")
     if group is None:
         return values
-    merged: Tensor = _Merge.apply(values, group)
-    return merged
+    return _Merge.apply(values, group)
 
 
 class _Share:

@@ -472,10 +472,7 @@ def priced_samplers(work: Workload, cluster: Cluster, count: int, tp: int) -> Sa
     gpus_a_machine = max(machine.gpus for machine in machines)
     if tp > gpus_a_machine or not decodes_by(shape, tp):
         return None
-    gpu_memory, need = (
-        min(machine.gpu_memory for machine in machines),
-        sampler_need(work, count, tp),
-    )
+    gpu_memory, need = min(m.gpu_memory for m in machines), sampler_need(work, count, tp)
     if need > min(usable_bytes(gpu_memory), (work.memory_share or 1.0) * gpu_memory):
         return None
     devices = (resources.gpu(m.accelerator, cluster.kinds) for m in machines)

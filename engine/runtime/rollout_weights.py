@@ -51,8 +51,7 @@ def merged_tensors(
 def adapter_scales(module: nn.Module) -> dict[str, float]:
     """α/r of each adapted module of the whole policy; all ranks call it together."""
     scales: dict[str, float] = {}
-    for name, layer in module.named_modules():
-        adapted = layer
+    for name, adapted in module.named_modules():
         if not hasattr(adapted, "base_layer"):
             continue
         if adapted.lora_variant or any(adapted.lora_bias.values()):
@@ -346,7 +345,4 @@ def _empty_model(config: PretrainedConfig, dtype: torch.dtype, device: torch.dev
 def _meta_model(sharded: ShardedModel) -> PreTrainedModel:
     config, dtype = copy.deepcopy(sharded.module.config), floating_dtype(sharded.module)
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False
-        )
-    return model
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)

@@ -436,13 +436,11 @@ class ShardedModel:
         """Hidden states of this rank's part of the sequences, and the tokens in it."""
         share = self._share(micro, packing)
         if share.rows is None:
-            return forward.hidden_states(
-                self.module, share.seqs, position_ids=share.positions
-            ), share.seqs
-        module: Any = self.module
-        return row_packing.packed_forward(
-            module.base_model, share.rows
-        ).last_hidden_state, share.seqs
+            hidden = forward.hidden_states(self.module, share.seqs, share.positions)
+        else:
+            body = row_packing.body_of(self.module)
+            hidden = row_packing.packed_forward(body, share.rows).last_hidden_state
+        return hidden, share.seqs
 
     def _states(self, sample: Batch, packing: row_packing.Packing) -> Tensor:
         """Hidden states [N, H] of all ranks' tokens, packed or not; of stages on the last one."""

@@ -204,8 +204,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
     def _update(self, batch: Batch) -> dict[str, float]:
         """Take an optimizer step; return its metrics, without the section's name."""
         ranks: Any = self._ranks
-        metrics: dict[str, float] = done(ranks.update(batch))
-        return metrics
+        return done(ranks.update(batch))
 
     def _chunks(self, examples: Sequence[Example]) -> Iterator[Batch]:
         for start in range(0, len(examples), _CHUNK):
@@ -365,7 +364,7 @@ class OfflineTrainer(ABC, Generic[Example, W]):
 
     @contextmanager
     def _own_threads_and_draws(self) -> Iterator[None]:
-        """In this process, compute with `threads` threads, and leave its generator as it was."""
+        """Compute with `threads` threads and leave the generator as it was, in this process."""
         if self._worker is None:
             yield
             return

@@ -123,7 +123,7 @@ class PreferenceTrainer(OfflineTrainer[PreferenceExample, PreferenceWorker]):
             )
 
     def _cache_name(self, examples: Sequence[PreferenceExample]) -> str:
-        """Of the weights that training starts from, as they are computed with, and the examples."""
+        """The file for log-probs of these examples under the weights that training starts from."""
         fingerprint = done(self._ranks.start_fingerprint())
         dtype = self.config.parallel.compute_dtype
         text = "\0".join([self.start, fingerprint, str(dtype), examples_digest(examples)])
@@ -251,14 +251,9 @@ def ranking(scores: Tensor, margins: Tensor, center: float) -> dict[str, float]:
     """
     chosen, rejected = scores.double().unbind(1)
     out = bradley_terry(chosen, rejected, margins, center_rewards_coefficient=center)
-    return (
-        {"loss": float(out.loss.mean())}
-        | _accuracy(chosen > rejected)
-        | {
-            "margin": float((chosen - rejected).mean()),
-            "calibration_error": calibration_error(chosen - rejected),
-        }
-    )
+    gaps = chosen - rejected
+    means = {"margin": float(gaps.mean()), "calibration_error": calibration_error(gaps)}
+    return {"loss": float(out.loss.mean())} | _accuracy(chosen > rejected) | means
 
 
 def _accuracy(right: Tensor) -> dict[str, float]:
@@ -279,7 +274,7 @@ def calibration_error(gaps: Tensor) -> float:
 
 
 class _Settings(PreferenceTrainingConfig):
-    """Of the preference loss, under the name of the reward model."""
+    """Settings of a preference loss whose messages and metrics name the reward model."""
 
     section: ClassVar[str] = "reward_model"
 
@@ -332,7 +327,7 @@ class ProcessRewardTrainer(OfflineTrainer[StepExample, ProcessRewardWorker]):
         return _of_head(config, "token")
 
     def scores(self, examples: Sequence[StepExample]) -> list[Tensor]:
-        """For each example the scores `[steps]` (float32) of its steps; right ones are above 0."""
+        """The scores `[steps]` (float32) of each example's steps; right ones are above 0."""
         parts = [done(self._ranks.step_scores(batch))["values"] for batch in self._chunks(examples)]
         rows = zip(itertools.chain.from_iterable(parts), examples, strict=True)
         return [row[[end + 1 for end in example.ends]] for row, example in rows]

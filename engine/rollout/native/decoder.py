@@ -257,8 +257,7 @@ class _PaddedBatch:
             self._options["position_ids"] = (self._mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
         ids = self._ids[:, -new:]
         output = self._model(input_ids=ids, attention_mask=self._mask, **self._options)
-        logits: Tensor = output.logits if hasattr(output, "logits") else output
-        return logits[:, -1]
+        return (output.logits if hasattr(output, "logits") else output)[:, -1]
 
 
 def padded(sequences: TokenLists, side: str = "right") -> Tensor:
