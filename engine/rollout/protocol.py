@@ -207,17 +207,6 @@ def create_engine(name: str, model: torch.nn.Module, **options: object) -> Rollo
     return _registry.get(name).factory(model, **options)
 
 
-@dataclass(slots=True)
-class RolloutStats:
-    """Work done by the latest `generate`."""
-
-    prompt_tokens: int = 0  # tokens of all prompts, each prompt once
-    prefill_tokens: int = 0  # prompt tokens computed; each prompt once where its group shares them
-    generated_tokens: int = 0  # sampled tokens that were returned
-    decode_steps: int = 0  # forward passes after prefill; 0 where an engine can't tell
-    seconds: float = 0.0  # wall time
-
-
 class WeightGuard:
     """The policy version of an engine's weights, and whether they may be served."""
 

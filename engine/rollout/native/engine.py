@@ -4,7 +4,6 @@ An optimizer step is seen by the next rollout as it is; `update_weights` only re
 """
 
 import dataclasses
-import time
 from contextlib import suppress
 
 import torch
@@ -15,7 +14,7 @@ from engine.rollout.native.decoding_weights import UnsupportedModel
 from engine.rollout.native.kv_cache import Limits
 from engine.rollout.native.model_handle import Model, ModelHandle
 from engine.rollout.native.native_stream import NativeStream
-from engine.rollout.native.scheduler import Scheduler
+from engine.rollout.native.scheduler import RolloutStats, Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
 from engine.rollout.protocol import Completion, OnProgress, SamplingParams, TokenLists
 from engine.rollout.stream import KvOnUpdate, PartialCompletion
@@ -75,7 +74,7 @@ class NativeEngine:
         if max_num_seqs < 1:
             raise RolloutError(f"max_num_seqs={max_num_seqs} decodes nothing; use 1 or more")
         protocol.check_lora(lora)
-        self.stats = protocol.RolloutStats()
+        self.stats = RolloutStats()
         self._max_num_seqs, self._seed, self._routed_experts = max_num_seqs, seed, routed_experts
         self._max_model_len = protocol.resolve_max_model_len(max_model_len, context_length(model))
         self._handle = ModelHandle(model, cuda_graphs, kv_cache_memory_mb, merge=lora != "adapter")
@@ -93,14 +92,11 @@ class NativeEngine:
         RolloutError for a bad request, NaN logits, and incomplete weights.
         """
         model = self._checked_model(prompts, params)
-        self.stats = protocol.RolloutStats(prompt_tokens=sum(map(len, prompts)))
+        self.stats = RolloutStats()
         if not prompts:
             return []
-        started = time.perf_counter()
         with torch.inference_mode():
-            completions = self._generate(model, prompts, params, on_progress)
-        self.stats.seconds = time.perf_counter() - started
-        return completions
+            return self._generate(model, prompts, params, on_progress)
 
     def _checked_model(self, prompts: TokenLists, params: SamplingParams) -> Model:
         """Return the model, if this rank and those it decodes with can serve this request."""
@@ -170,9 +166,7 @@ class NativeEngine:
                     on_progress(table.finished)
         sequences = table.take_finished()
         sequences.sort(key=lambda s: (s.request.number, s.completion_index))
-        completions = [sequence.completion for sequence in sequences]
-        self.stats.generated_tokens = sum(len(c.token_ids) for c in completions)
-        return completions
+        return [sequence.completion for sequence in sequences]
 
     def stream(
         self,

@@ -16,7 +16,7 @@ from engine.rollout import protocol, stream
 from engine.rollout.native.decoder import Decoder
 from engine.rollout.native.kv_cache import KeptPrefix, KeptPrefixes, Limits
 from engine.rollout.native.model_handle import Model, ModelHandle
-from engine.rollout.native.scheduler import Scheduler
+from engine.rollout.native.scheduler import RolloutStats, Scheduler
 from engine.rollout.native.sequences import Request, SequenceTable
 from engine.rollout.protocol import SamplingParams
 from engine.rollout.stream import KvOnUpdate, PartialRequest, StreamedCompletion
@@ -51,7 +51,7 @@ class NativeStream(stream.RolloutStream):
             longest = min(limits.longest_prompt + limits.max_new_tokens, limits.max_model_len)
             name = "the longest prompt of the stream"
             handle.budget.check(name, limits.longest_prompt, longest)
-        self.stats = protocol.RolloutStats()  # of all steps so far; recomputed prefills count again
+        self.stats = RolloutStats()  # recomputed prefills count again
         self._handle, self._params, self._limits = handle, params, limits
         self._keeps_kv = kv_on_update == "keep"
         self._table = SequenceTable(
@@ -120,7 +120,6 @@ class NativeStream(stream.RolloutStream):
         prompt, number = list(prompt_ids), self._submitted
         request = Request(key, name, prompt, number, index, max_tokens, len(parts), parts, after)
         self._submitted += 1
-        self.stats.prompt_tokens += len(prompt)
         self._open[key] = request
         self._scheduler.add(request)
 
@@ -216,7 +215,6 @@ class NativeStream(stream.RolloutStream):
     def _take_finished(self) -> list[StreamedCompletion]:
         finished = []
         for request, index, completion in self._table.take_finished():
-            self.stats.generated_tokens += len(completion.token_ids)
             kv = self._scheduler.take_kept(request.number)
             if self._prefixes is not None and kv is not None:
                 ids = request.prompt_ids + completion.token_ids[:-1]

@@ -9,6 +9,7 @@ ever computed: oneDNN compiles a kernel for each new shape of a product, which t
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,11 +24,19 @@ from engine.rollout.native.sequences import (
     plan_prefill,
     prefill_spans,
 )
-from engine.rollout.protocol import RolloutStats, SamplingParams
+from engine.rollout.protocol import SamplingParams
 from engine.rollout.sampling import draw
 from engine.rollout.stream import PartialRequest
 
 OnEnd = Callable[[Tensor, Tensor, Tensor], None]  # rows, slots and fed tokens [k] of what ended
+
+
+@dataclass(slots=True)
+class RolloutStats:
+    """What the latest `generate`, or a stream so far, has computed."""
+
+    prefill_tokens: int = 0  # of prompts, each once where its group shares them
+    decode_steps: int = 0  # forward passes after prefill
 
 
 class Slots:

@@ -43,7 +43,6 @@ class SampledCompletion:
     token_ids: list[int]
     log_probs: list[float]  # one a token; NaN where the server had none to give
     reason: str  # in the server's words, e.g. "length"
-    prefill_tokens: int  # prompt tokens that its request computed, counted on one of its rows
     routed_experts: NDArray[Any] | None = None  # [tokens, layers, k], prompt first
 
 
@@ -108,17 +107,14 @@ class OpenAIAPI:
         except Refused as refused:
             if _NAN not in refused.answer:
                 raise
-            return [SampledCompletion([0], [math.nan], "NaN", 0)] * request.count
+            return [SampledCompletion([0], [math.nan], "NaN")] * request.count
         choices = sorted(field(answer, "choices"), key=lambda choice: int(field(choice, "index")))
         if len(choices) != request.count:
             raise RolloutError(
                 f"{self._client.url} gave {len(choices)} completions where {request.count} were "
                 f"asked for; set rollout.server.completions_per_request=1"
             )
-        usage = answer.get("usage") or {}
-        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        computed = int(usage.get("prompt_tokens", len(request.prompt))) - int(cached)
-        return [_drawn(choice, 0 if at else computed) for at, choice in enumerate(choices)]
+        return list(map(_drawn, choices))
 
     def _body(self, request: CompletionRequest) -> dict[str, object]:
         params = request.params
@@ -143,7 +139,7 @@ class OpenAIAPI:
         }
 
 
-def _drawn(choice: dict[str, Any], prefill_tokens: int) -> SampledCompletion:
+def _drawn(choice: dict[str, Any]) -> SampledCompletion:
     log_probs = [number(value) for value in field(choice, "logprobs", "token_logprobs")]
     tokens = field(choice, "token_ids")
     if len(tokens) != len(log_probs):
@@ -155,8 +151,7 @@ def _drawn(choice: dict[str, Any], prefill_tokens: int) -> SampledCompletion:
     experts, encoded = None, choice.get("routed_experts")
     if encoded is not None:  # the file of an array
         experts = np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-    ids = [int(token) for token in tokens]
-    return SampledCompletion(ids, log_probs, reason, prefill_tokens, experts)
+    return SampledCompletion([int(token) for token in tokens], log_probs, reason, experts)
 
 
 @dataclass(frozen=True, slots=True)

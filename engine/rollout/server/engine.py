@@ -176,7 +176,6 @@ class ServerEngine:
         self._vocabulary = int(trainer_model.text_config(model).vocab_size)
         self._settings, self._seed, self._model = settings, seed, model
         self._routed_layers = list(trainer_model.routers(model)) if routed_experts else []
-        self.stats = protocol.RolloutStats()
         self._guard = protocol.WeightGuard("server")
         with ExitStack() as undo:
             self._servers = Servers(settings)
@@ -243,21 +242,17 @@ class ServerEngine:
         asked for is sampled by the others; the last one's failure is raised.
         """
         self.check(prompts, params)
-        self.stats = protocol.RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
             return []
-        started = time.perf_counter()
         requests: list[CompletionRequest] = []
         for index, prompt in enumerate(prompts):
             requests += self.requests(index, params.first_prompt + index, prompt, params)
         answers = self._servers.run(lambda: self._rollout(requests, on_progress), "a rollout")
-        completions = [
+        return [
             self.completion(drawn, request)
             for number, request in enumerate(requests)
             for drawn in answers[number][1]
         ]
-        self.stats.seconds = time.perf_counter() - started
-        return completions
 
     def stream(
         self,
@@ -303,7 +298,7 @@ class ServerEngine:
         ]
 
     def completion(self, drawn: SampledCompletion, request: CompletionRequest) -> Completion:
-        """Cut at the first stop token, refuse what is no whole completion, and count the rest."""
+        """Cut at the first stop token; refuse what is no whole completion."""
         stops, index = request.params.stop_token_ids, request.index
         length = next((i + 1 for i, t in enumerate(drawn.token_ids) if t in stops), None)
         tokens, log_probs = drawn.token_ids[:length], drawn.log_probs[:length]
@@ -320,8 +315,6 @@ class ServerEngine:
                 f"stop_token_ids={list(stops)}: it was interrupted or has end tokens of its own; "
                 f"start vLLM with --generation-config vllm, or add them to the tokenizer"
             )
-        self.stats.generated_tokens += len(tokens)
-        self.stats.prefill_tokens += drawn.prefill_tokens
         reason = "length" if length is None else "stop"
         layers, read = self._routed_layers, len(request.prompt) + len(tokens) - 1
         experts = trainer_model.chosen_experts(drawn.routed_experts, layers, read)

@@ -13,7 +13,6 @@ Importing this does not import vLLM.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -122,7 +121,6 @@ class VllmEngine:
         engine_launch.require_vllm()
         self._options = resolve(model, **options)
         self._vocabulary = int(getattr(model.config, "vocab_size"))  # noqa: B009
-        self.stats = protocol.RolloutStats()
         self._guard, self._sleep_mode = protocol.WeightGuard("vllm"), SleepMode()
         self._model = model  # that was loaded last
         self._stream: VllmStream | None = None
@@ -274,26 +272,22 @@ class VllmEngine:
         if self._streaming:
             raise RolloutError("vLLM decodes the requests of a stream; close that first")
         protocol.check_request(prompts, params, self._options.max_model_len, self._vocabulary)
-        self.stats = stats = protocol.RolloutStats(prompt_tokens=sum(map(len, prompts)))
         if not prompts:
             return []
-        started = time.perf_counter()
         ids: list[str] = []
         try:
             for number, prompt in enumerate(prompts, params.first_prompt):
                 ids += self._requests.submit(prompt, number, range(params.n), params)
-            outputs = self._requests.collect(len(ids), on_progress, stats)
+            outputs = self._requests.collect(len(ids), on_progress)
         except VllmFailed as error:
             raise self.failed("decoding", error) from error
         except BaseException:  # Ctrl-C, or an error of `on_progress`: leave no request behind
             self._requests.abort(ids)
             raise
-        completions = [
-            self._requests.completion(row // params.n, outputs[id], self.policy_version, stats)
+        return [
+            self._requests.completion(row // params.n, outputs[id], self.policy_version)
             for row, id in enumerate(ids)
         ]
-        stats.seconds = time.perf_counter() - started
-        return completions
 
     def failed(self, doing: str, error: Exception) -> RolloutError:
         """End this engine, as vLLM failed; return an error with its words or a worker's death."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from engine.errors import DivergedRolloutError, RolloutError
-from engine.rollout.protocol import Completion, RolloutStats, SamplingParams
+from engine.rollout.protocol import Completion, SamplingParams
 from engine.rollout.sampling import noise_keys
 from engine.rollout.trainer_model import chosen_experts
 from engine.rollout.vllm.options import VllmOptions
@@ -67,13 +67,12 @@ class LLMRequests:
         return ids
 
     def collect(
-        self, count: int, on_progress: Callable[[int], None] | None, stats: RolloutStats
+        self, count: int, on_progress: Callable[[int], None] | None
     ) -> dict[str, RequestOutput]:
         """Step until all `count` requests are done; return outputs by id. Raises VllmFailed."""
         outputs: dict[str, RequestOutput] = {}
         while len(outputs) < count:
             finished = [output for output in self.step() if output.finished]
-            stats.decode_steps += 1
             outputs.update((output.request_id, output) for output in finished)
             if finished and on_progress is not None:
                 on_progress(len(outputs))
@@ -112,9 +111,7 @@ class LLMRequests:
         """Abort these requests in vLLM."""
         self._llm.llm_engine.abort_request(ids)
 
-    def completion(
-        self, index: int, output: RequestOutput, version: int, stats: RolloutStats
-    ) -> Completion:
+    def completion(self, index: int, output: RequestOutput, version: int) -> Completion:
         """Build the completion of prompt `index`; RolloutError for NaN logits or a bad end."""
         answer = output.outputs[0]
         tokens, log_probs = list(answer.token_ids), list(answer.logprobs.logprobs)
@@ -131,8 +128,6 @@ class LLMRequests:
                 f"{answer.finish_reason!r}, {len(tokens)} tokens and {len(log_probs)} log-probs; "
                 f"create a new engine"
             )
-        stats.generated_tokens += len(tokens)
-        stats.prefill_tokens += len(output.prompt_token_ids) - (output.num_cached_tokens or 0)
         reason, read = answer.finish_reason, len(output.prompt_token_ids) + len(tokens) - 1
         experts = chosen_experts(answer.routed_experts, self._routed_layers, read)
         return Completion(index, tokens, log_probs, reason, version, routed_experts=experts)

@@ -146,7 +146,6 @@ class VllmStream(stream.RolloutStream):
     ) -> None:
         protocol.check_params(params)
         self.keeps_kv = keeps_kv  # whether an update leaves keys and values as they are
-        self.stats = protocol.RolloutStats()  # of all steps so far
         self._engine, self._requests, self._options = engine, requests, options
         self._vocabulary, self._params = vocabulary, params
         self._open: dict[str, _Open] = {}  # that vLLM has, by its id
@@ -191,7 +190,6 @@ class VllmStream(stream.RolloutStream):
         self._held.extend(_Open(key, self._submitted, prompt, part, limit) for part in parts)
         self._may_fit = True
         self._submitted += 1
-        self.stats.prompt_tokens += len(prompt)
         self._admit()
 
     def cut(self, key: Hashable) -> None:
@@ -209,7 +207,6 @@ class VllmStream(stream.RolloutStream):
             outputs = self._requests.step()
         except VllmFailed as error:
             raise self._engine.failed("decoding", error) from error
-        self.stats.decode_steps += 1
         ended = []
         for output in outputs:
             if not output.finished or output.request_id not in self._open:
@@ -217,7 +214,7 @@ class VllmStream(stream.RolloutStream):
             request = self._open.pop(output.request_id)
             self._may_fit = True
             version = self.policy_version
-            rest = self._requests.completion(request.number, output, version, self.stats)
+            rest = self._requests.completion(request.number, output, version)
             ended.append(request.streamed(rest))
             self._room.end(len(ended[-1].completion.token_ids))
         return ended + (self._end_cut() if self._cut else [])
@@ -234,7 +231,6 @@ class VllmStream(stream.RolloutStream):
             self._requests.abort([id])
             del self._open[id]
             self._may_fit = True
-            self.stats.generated_tokens += len(tokens)
             version, number = self.policy_version, request.number
             rest = protocol.Completion(number, tokens, log_probs, "length", version)
             ended.append(request.streamed(rest))

@@ -21,7 +21,6 @@ class RequestOutput(Protocol):
     finished: bool
     outputs: Sequence[CompletionOutput]
     prompt_token_ids: Sequence[int]
-    num_cached_tokens: int | None
 
 
 class LLMEngine(Protocol):

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from engine.rollout.protocol import RolloutEngine
+from engine.rollout.vllm import VllmEngine
 
 
 @dataclass
@@ -134,3 +135,17 @@ def train(model: nn.Module, steps: int) -> None:
         model(input_ids=ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def counted_prefills(engine: VllmEngine) -> list[int]:
+    """Prompt tokens that vLLM computes, not found in its cache, of each request that ends."""
+    counts, step = list[int](), engine._requests.step
+
+    def counted() -> list[Any]:
+        outputs: list[Any] = list(step())
+        ended = [output for output in outputs if output.finished]
+        counts.extend(len(o.prompt_token_ids) - (o.num_cached_tokens or 0) for o in ended)
+        return outputs
+
+    engine._requests.step = counted
+    return counts

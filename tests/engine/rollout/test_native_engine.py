@@ -83,7 +83,7 @@ def test_a_prompt_is_prefilled_once_a_group(family: str, n: int, slots: int) -> 
     engine = NativeEngine(build(family), max_num_seqs=slots)
     stop = tuple(range(20, 30))
     engine.generate(prompts, SamplingParams(n=n, max_new_tokens=20, stop_token_ids=stop))
-    assert engine.stats.prefill_tokens == engine.stats.prompt_tokens == sum(map(len, prompts))
+    assert engine.stats.prefill_tokens == sum(map(len, prompts))
 
 
 @pytest.mark.parametrize("slots", [1, 3, 8, 50])
@@ -108,8 +108,7 @@ def test_finished_rows_make_room_for_waiting_ones() -> None:
     longest_of_each_batch = sum(
         max(len(c.token_ids) for c in completions[i : i + 16]) for i in range(0, 160, 16)
     )
-    tokens = engine.stats.generated_tokens
-    assert tokens == sum(len(c.token_ids) for c in completions)
+    tokens = sum(len(c.token_ids) for c in completions)
     assert engine.stats.decode_steps < 0.75 * longest_of_each_batch
     assert engine.stats.decode_steps >= (tokens - 160) / 16
 

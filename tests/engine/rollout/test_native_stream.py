@@ -258,8 +258,7 @@ def test_a_groups_prompt_is_prefilled_once_and_idle_streams_answer_at_once(famil
         drain(stream, found)
         assert stream.step() == []
     assert len(found) == 27
-    assert stream.stats.prefill_tokens == stream.stats.prompt_tokens == sum(map(len, prompts))
-    assert stream.stats.generated_tokens == sum(len(c.token_ids) for c in found.values())
+    assert stream.stats.prefill_tokens == sum(map(len, prompts))
 
 
 def test_finished_rows_make_room_while_others_decode() -> None:

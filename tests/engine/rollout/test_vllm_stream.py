@@ -13,7 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from rollout_models import CONTEXT, Subject, build, make_prompts, reference_log_probs, train
+from rollout_models import (
+    CONTEXT,
+    Subject,
+    build,
+    counted_prefills,
+    make_prompts,
+    reference_log_probs,
+    train,
+)
 from stream_checks import (
     Found,
     drain,
@@ -160,20 +168,19 @@ def test_a_returning_request_computes_what_follows_its_full_blocks() -> None:
     engine = create_engine("vllm", build("qwen2"), **SIZES)
     assert isinstance(engine, VllmEngine)
     stream = engine.stream(replace(with_n(1), stop_token_ids=()))
+    prefills = counted_prefills(engine)
     prompt = [3 + i % 30 for i in range(50)]
     stream.submit("turn 0", prompt)
     [first] = drain(stream).values()
-    before = stream.stats.prefill_tokens
-    assert before == 50
+    assert prefills == [50]
     again = [*prompt, *first.token_ids, 7, 8, 9]
     stream.submit("turn 1", again, after="turn 0")
     drain(stream)
-    assert stream.stats.prefill_tokens - before == len(again) - 64  # two blocks of 32
+    assert prefills[1:] == [len(again) - 64]  # two blocks of 32
     stream.update_weights(None, 1)  # under other weights nothing of it is right
-    before = stream.stats.prefill_tokens
     stream.submit("turn 2", again)
     drain(stream)
-    assert stream.stats.prefill_tokens - before == len(again)
+    assert prefills[2:] == [len(again)]
     engine.close()
 
 
