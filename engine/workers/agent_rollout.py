@@ -1,7 +1,5 @@
 """The rollout role of multi-turn runs: it plays episodes with environments."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -9,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import safetensors.torch
@@ -46,11 +44,7 @@ from engine.rollout.stream import (
 )
 from engine.storage.folder import Folder
 from engine.workers.role import Dispatch, WorkerContext, dispatch
-from engine.workers.rollout_worker import Decoding, Groups, RolloutWorker, StreamRolloutWorker
-
-if TYPE_CHECKING:
-    pass
-
+from engine.workers.rollout_worker import Draws, Groups, RolloutWorker, StreamRolloutWorker
 
 log = logging.getLogger(__name__)
 
@@ -357,14 +351,14 @@ class AgentRolloutWorker(RolloutWorker):
         if every_s := self.config.agent.save_freq_s:
             self._saved = SavedRollout(folder, self._stem(), settings, every_s, before)
 
-    def _sample(self, prompts: Batch, how: Decoding) -> Batch:
-        n, saved = how.n, self._saved if how.draws == "training" else None
-        params, keys = self._params(how), prompts["group_ids"].tolist()
-        groups = self._open_groups(params, n, retain=saved is not None)
+    def _sample(self, prompts: Batch, draws: Draws) -> Batch:
+        saved = self._saved if draws == "training" else None
+        params, keys = self._params(draws), prompts["group_ids"].tolist()
+        groups = self._open_groups(params, retain=saved is not None)
         done: dict[int, Batch] = {}
         identity, begun = "", prompts
         if saved is not None:
-            identity = saved.identity(prompts, self.policy.version, params.seed, n)
+            identity = saved.identity(prompts, self.policy.version, params.seed, params.n)
             parts = saved.begin(identity)
             begun = with_partial_groups(prompts, [parts.get(key) for key in keys])
         try:
@@ -380,7 +374,7 @@ class AgentRolloutWorker(RolloutWorker):
             saved.end()
         return Batch.concat([done[key] for key in keys])
 
-    def _open_groups(self, params: SamplingParams, n: int, retain: bool = False) -> EpisodeGroups:
+    def _open_groups(self, params: SamplingParams, retain: bool = False) -> EpisodeGroups:
         agent, places = self.config.agent, self.config.max_num_seqs
         failure_reward = agent.error_reward if agent.on_error == "score" else None
         stream, player = self._factory.player(
@@ -394,7 +388,7 @@ class AgentRolloutWorker(RolloutWorker):
             stream,
             player,
             new_episode,
-            n=n,
+            n=params.n,
             pad_token_id=self.tokenizer.pad_token_id,
             branches=self.config.multi_turn.history == "branches" or bool(agent.play.name),
             retain=retain,

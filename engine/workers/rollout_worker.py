@@ -217,20 +217,6 @@ def _streamed(key: int, part: PartialCompletion, end: str) -> StreamedCompletion
 
 
 Draws = Literal["training", "greedy", "validation"]
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """How completions are drawn; a temperature of 0 is greedy."""
-
-    n: int
-    temperature: float
-    top_k: int = 0
-    top_p: float = 1.0
-    # Of training: the next draw of a policy version. Others leave those as they are.
-    draws: Draws = "training"
-
-
 # Part of a seed: those of training and greedy decoding are as they always were.
 _KIND = {"training": 0, "greedy": 1, "validation": 2}
 
@@ -290,23 +276,22 @@ class RolloutWorker(StatefulWorker):
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate(self, prompts: Batch) -> Batch:
         """`rollout.n` completions a prompt: `[B·n]` rows in the layout of `engine.batch`."""
-        return self._sample(prompts, self._decoding("training"))
+        return self._sample(prompts, "training")
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate_greedy(self, prompts: Batch) -> Batch:
         """One greedy completion a prompt (validation, ReMax's baseline)."""
-        return self._sample(prompts, self._decoding("greedy"))
+        return self._sample(prompts, "greedy")
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def generate_validation(self, prompts: Batch) -> Batch:
         """Completions as `rollout.val_kwargs` says: one greedy one a prompt, or samples."""
-        return self._sample(prompts, self._decoding("validation"))
+        return self._sample(prompts, "validation")
 
     @dispatch(Dispatch.DATA_PARALLEL)
     def begin(self, prompts: Batch) -> Batch:
         """Start prompts whose groups `next_part` returns as they finish."""
-        how = self._decoding("training")
-        self._groups = self._open_groups(self._params(how), how.n)
+        self._groups = self._open_groups(self._params("training"))
         self._groups.submit(prompts)
         self._left, self._done = len(prompts), []
         return prompts
@@ -331,42 +316,41 @@ class RolloutWorker(StatefulWorker):
         """Load weights, full or a delta; return their version, or raise WeightSyncError."""
         return self.policy.load_weights(weights)
 
-    def _open_groups(self, params: protocol.SamplingParams, n: int) -> Groups:
+    def _open_groups(self, params: protocol.SamplingParams) -> Groups:
         return GroupStream(
             self.policy.engine,
-            replace(params, n=n),
+            params,
             self.config,
             max_model_len=self.max_model_len,
             pad_token_id=self.tokenizer.pad_token_id,
         )
 
-    def _decoding(self, draws: Draws) -> Decoding:
-        drawn = self.config.val_kwargs if draws == "validation" else self.config
-        if draws == "greedy" or not (draws == "training" or self.config.val_kwargs.do_sample):
-            return Decoding(1, 0.0, draws="greedy")
-        return Decoding(drawn.n, drawn.temperature, drawn.top_k, drawn.top_p, draws)
-
-    def _params(self, how: Decoding, first_prompt: int = 0) -> protocol.SamplingParams:
+    def _params(self, draws: Draws, first_prompt: int = 0) -> protocol.SamplingParams:
         """Parameters of the next rollout, whose draws don't depend on the number of ranks."""
         self.policy.require_synced()
         self.policy.sync_weights()
+        if draws == "validation" and not self.config.val_kwargs.do_sample:
+            draws = "greedy"
         version = self.policy.version
         draw = self._draws[1] + 1 if self._draws[0] == version else 0
-        if how.draws == "training":
+        if draws == "training":  # others leave the next draw of this version as it is
             self._draws = (version, draw)
-        return protocol.SamplingParams(
-            n=how.n,
+        greedy = protocol.SamplingParams(
             max_new_tokens=self.max_response_length,
-            temperature=how.temperature,
-            top_k=how.top_k,
-            top_p=how.top_p,
-            seed=hash((self.seed, version, draw, _KIND[how.draws])) & 0x7FFFFFFF,
+            temperature=0.0,
+            seed=hash((self.seed, version, draw, _KIND[draws])) & 0x7FFFFFFF,
             stop_token_ids=self.stop,
             first_prompt=first_prompt,
         )
+        if draws == "greedy":
+            return greedy
+        how = self.config.val_kwargs if draws == "validation" else self.config
+        return replace(
+            greedy, n=how.n, temperature=how.temperature, top_k=how.top_k, top_p=how.top_p
+        )
 
-    def _sample(self, prompts: Batch, how: Decoding) -> Batch:
-        params = self._params(how, int(prompts["group_ids"][0]))
+    def _sample(self, prompts: Batch, draws: Draws) -> Batch:
+        params = self._params(draws, int(prompts["group_ids"][0]))
         done = self.policy.engine.generate(list(prompts.columns["prompt_ids"]), params)
         self.policy.sleep()
         rows, pad_token_id = [c.prompt_index for c in done], self.tokenizer.pad_token_id
@@ -406,9 +390,9 @@ class StreamRolloutWorker(RolloutWorker):
 
     def __init__(self, context: WorkerContext, **options: Any) -> None:
         super().__init__(context, **options)
-        self._training = self._params(self._decoding("training"))
+        self._training = self._params("training")
         self._draws = (-1, 0)  # the stream's is no draw of a version
-        self.stream: Groups = self._open_groups(self._training, self.config.n)
+        self.stream: Groups = self._open_groups(self._training)
         self._apart: tuple[Batch, Draws] | None = None  # to be begun
         self._paused: list[Batch] | None = None  # what the stream had begun; None: it is sampled
 
@@ -466,14 +450,14 @@ class StreamRolloutWorker(RolloutWorker):
         """What is sampled now: prompts apart once they may begin, or the stream once they ended."""
         if self._apart is not None and (self.stream.resumable or not self.stream.busy):
             (prompts, draws), self._apart = self._apart, None
-            how, self._paused = self._decoding(draws), self.stream.unfinished()
+            self._paused = self.stream.unfinished()
             self.stream.close()
-            self.stream = self._open_groups(self._params(how), how.n)
+            self.stream = self._open_groups(self._params(draws))
             self.stream.submit(prompts)
         elif self._paused is not None and not self.stream.busy:
             paused, self._paused = self._paused, None
             self.stream.close()
-            self.stream = self._open_groups(self._training, self.config.n)
+            self.stream = self._open_groups(self._training)
             for prompt in paused:
                 self.stream.submit(prompt)
         return self.stream
