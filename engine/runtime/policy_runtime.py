@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from engine.runtime.rollout_weights import RolloutWeights, SharedWeights, merged
 from engine.runtime.sharded_model import ShardedModel
 from engine.storage.weight_files import file_tensors
 from engine.weight_transfer import BroadcastRound, WeightReceiver, WeightSender
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -122,12 +124,8 @@ class PolicyRuntime:
 
     def pack_weights(self, sender: WeightSender | None = None) -> Batch:
         """The weights for rollout elsewhere; all ranks call it, those above 0 get the version."""
-        named = self._transferred()
-        if self.sharded.ranks.rank:
-            for _ in named:  # a collective each
-                pass
-            return Batch({"policy_version": torch.tensor([self.version])})
-        return (sender or WeightSender()).send(named, self.version)
+        packed = self.write_full(lambda named: (sender or WeightSender()).send(named, self.version))
+        return Batch({"policy_version": torch.tensor([self.version])}) if packed is None else packed
 
     def broadcast_weights(
         self, member: Member, broadcast: BroadcastRound, dtype: torch.dtype | None
@@ -151,14 +149,10 @@ class PolicyRuntime:
 
     def full_model(self, load: Callable[[], PreTrainedModel]) -> Any:
         """The policy, newest, on rank 0, where `load()` may be filled; None on others."""
-        ranks = self.sharded.ranks
-        if ranks.layout.world_size == 1:
+        if self.sharded.ranks.layout.world_size == 1:
             return self.module
-        full: dict[str, Tensor] = {}
-        for name, tensor in self._transferred():
-            if ranks.rank == 0:
-                full[name] = tensor.to("cpu", copy=True)
-        if ranks.rank:
+        full = self.write_full(lambda named: {n: t.to("cpu", copy=True) for n, t in named})
+        if full is None:
             return None
         model = load()
         with torch.no_grad():
@@ -169,18 +163,18 @@ class PolicyRuntime:
 
     def write_full(
         self,
-        write: Callable[[Iterator[tuple[str, Tensor]]], None],
+        write: Callable[[Iterator[tuple[str, Tensor]]], T],
         tensors: Iterator[tuple[str, Tensor]] | None = None,
-    ) -> None:
+    ) -> T | None:
         """Let rank 0 `write` the policy's full tensors, by name, as they are gathered.
 
-        All ranks call it together, and gather to the end even where rank 0 can't write. `tensors`:
-        what they gather; None: all that changes in training.
+        Returns what `write` does, None on other ranks. All ranks call it together, and gather to
+        the end even where rank 0 can't write. `tensors` are what they gather; None: all that
+        changes in training.
         """
         tensors = tensors or self._transferred()
         try:
-            if not self.sharded.ranks.rank:
-                write(tensors)
+            return None if self.sharded.ranks.rank else write(tensors)
         finally:
             for _ in tensors:  # a collective each
                 pass
