@@ -24,7 +24,6 @@ from engine.parallel.process_groups import Ranks
 from engine.rollout.native import NativeEngine, llama_decoder, model_handle
 from engine.rollout.native.decoder import RoutedExperts
 from engine.rollout.native.decoding_weights import LlamaWeights, UnsupportedModel, bind
-from engine.rollout.native.engine import NativeEngine as NativeEngine_routed
 from engine.rollout.native.kv_cache import KVCache
 from engine.rollout.native.llama_decoder import GraphedSteps, LlamaDecoder, can_graph
 from engine.rollout.protocol import Completion, SamplingParams, create_engine
@@ -349,9 +348,7 @@ def trained(model: nn.Module, batch: Batch, replay: bool) -> tuple[Tensor, Tenso
 def test_each_token_s_experts_are_those_of_training(family: str, slots: int) -> None:
     """In batches one after the other, from which sequences of many lengths leave, as in one."""
     model = tiny_model(family)
-    done = NativeEngine_routed(model, max_num_seqs=slots, routed_experts=True).generate(
-        PROMPTS, PARAMS
-    )
+    done = NativeEngine(model, max_num_seqs=slots, routed_experts=True).generate(PROMPTS, PARAMS)
     for one in done:
         assert one.routed_experts is not None
         assert len(one.routed_experts) == len(PROMPTS[one.prompt_index]) + len(one.token_ids) - 1
@@ -361,7 +358,7 @@ def test_each_token_s_experts_are_those_of_training(family: str, slots: int) -> 
     assert chosen.any()
     assert torch.equal(chosen, batch["routed_experts"])
     assert torch.allclose(log_probs, batch["rollout_log_probs"], atol=1e-4)
-    plain = NativeEngine_routed(model, max_num_seqs=slots).generate(PROMPTS, PARAMS)
+    plain = NativeEngine(model, max_num_seqs=slots).generate(PROMPTS, PARAMS)
     assert all(c.routed_experts is None for c in plain)
     assert [c.token_ids for c in plain] == [c.token_ids for c in done]
 
@@ -369,7 +366,7 @@ def test_each_token_s_experts_are_those_of_training(family: str, slots: int) -> 
 def test_replay_takes_the_gap_between_rollout_and_training_away() -> None:
     """Routers that compute a little otherwise in training choose others, and log-probs differ."""
     model = tiny_model("qwen3_moe")
-    batch = batch_of(NativeEngine_routed(model, routed_experts=True).generate(PROMPTS, PARAMS))
+    batch = batch_of(NativeEngine(model, routed_experts=True).generate(PROMPTS, PARAMS))
 
     def otherwise(router: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
         noise = torch.randn(args[0].shape, generator=torch.Generator().manual_seed(0))

@@ -18,7 +18,6 @@ from engine.config import LoRAConfig, RolloutConfig
 from engine.errors import ConfigError, RolloutError
 from engine.models import add_adapters
 from engine.rollout.protocol import SamplingParams, check_engine_settings, create_engine
-from engine.rollout.vllm import VllmEngine as VllmEngine_arguments
 from engine.rollout.vllm import options
 from engine.rollout.vllm.engine import VllmEngine
 from engine.rollout.vllm.engine_launch import _lora_rank_size
@@ -268,7 +267,7 @@ def test_names_are_those_of_the_installed_vllm(monkeypatch: pytest.MonkeyPatch) 
         check_engine_settings(RolloutConfig.model_validate(config))
 
 
-def distances(engine: VllmEngine_arguments, model: Any, params: SamplingParams) -> torch.Tensor:
+def distances(engine: VllmEngine, model: Any, params: SamplingParams) -> torch.Tensor:
     """Of log-probs from transformers' in float32."""
     prompts, found = make_prompts(4, seed=2), []
     for c in engine.generate(prompts, params):
@@ -277,7 +276,7 @@ def distances(engine: VllmEngine_arguments, model: Any, params: SamplingParams) 
     return torch.cat(found)
 
 
-def reload_by_layers(engine: VllmEngine_arguments, model: Any) -> None:
+def reload_by_layers(engine: VllmEngine, model: Any) -> None:
     """As quantised weights are updated: after an update that ended midway, whole and in two parts.
 
     Nothing is quantised here, for which a GPU is needed, so the numbers must be the policy's.
@@ -304,7 +303,7 @@ def reload_by_layers(engine: VllmEngine_arguments, model: Any) -> None:
 def test_settings_reach_the_engine_and_change_no_distribution() -> None:
     """Speculation with n-grams, no prefix cache, 64 tokens a pass, and blocks of 64."""
     model = build("qwen2")
-    engine = VllmEngine_arguments(
+    engine = VllmEngine(
         model,
         **SIZES,
         enable_prefix_caching=False,
