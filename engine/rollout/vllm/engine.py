@@ -247,6 +247,8 @@ class VllmEngine:
         Raises RolloutError.
         """
         self.require_serving()
+        if self._streaming:
+            raise RolloutError("another stream of this engine has requests; close that first")
         parts = self._requests, self._options, self._vocabulary, params
         self._stream = VllmStream(self, *parts, keeps_kv=kv_on_update == "keep")
         return self._stream
@@ -288,6 +290,11 @@ class VllmEngine:
             self._requests.completion(row // params.n, outputs[id], self.policy_version)
             for row, id in enumerate(ids)
         ]
+
+    def abort(self, ids: list[str]) -> None:
+        """Abort these requests; those of an engine that was closed have ended with it."""
+        if self._llm is not None:
+            self._requests.abort(ids)
 
     def failed(self, doing: str, error: Exception) -> RolloutError:
         """End this engine, as vLLM failed; return an error with its words or a worker's death."""

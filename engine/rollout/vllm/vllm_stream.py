@@ -15,7 +15,6 @@ inequality), so together they hold N · mean tokens at most, and the rest is vLL
 import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -87,6 +86,7 @@ class Engine(Protocol):
     def policy_version(self) -> int: ...
     def require_serving(self) -> None: ...
     def update_weights(self, model: nn.Module | None, version: int) -> None: ...
+    def abort(self, ids: list[str]) -> None: ...
     def failed(self, doing: str, error: Exception) -> RolloutError: ...
 
 
@@ -260,9 +260,7 @@ class VllmStream(stream.RolloutStream):
         return list(partials.values())
 
     def close(self) -> None:
-        with suppress(RolloutError):  # of an engine that has ended, and its requests with it
-            self._engine.require_serving()
-            self._requests.abort(list(self._open))
+        self._engine.abort(list(self._open))
         self._closed = True
         self._open.clear()
         self._cut.clear()

@@ -164,6 +164,25 @@ def test_a_request_that_is_cut_ends_with_its_next_token() -> None:
 
 @needs_stream
 @pytest.mark.slow
+def test_what_a_stream_leaves_after_a_failed_update_holds_up_no_later_one() -> None:
+    model = build("qwen2")
+    engine = create_engine("vllm", model, **SIZES)
+    assert isinstance(engine, VllmEngine)
+    stream = engine.stream(with_n(2))
+    stream.submit(0, PROMPTS[0])
+    stream.step()
+    with pytest.raises(RolloutError, match="another stream of this engine has requests"):
+        engine.stream(with_n(2))
+    with pytest.raises(RolloutError, match="could not take policy version 1"):
+        stream.update_weights(build("qwen2").to("meta"), 1)
+    stream.close()
+    engine.update_weights(model, 1)
+    assert len(engine.generate([PROMPTS[0]], with_n(2))) == 2
+    engine.close()
+
+
+@needs_stream
+@pytest.mark.slow
 def test_a_returning_request_computes_what_follows_its_full_blocks() -> None:
     engine = create_engine("vllm", build("qwen2"), **SIZES)
     assert isinstance(engine, VllmEngine)
