@@ -23,7 +23,13 @@ from engine.controller.launch import ray_session
 from engine.data import training_examples
 from engine.data.training_examples import AnyExample
 from engine.errors import ConfigError, DataError
-from engine.models import resolve_dtype, resolve_lora, text_config, vocabulary_and_context
+from engine.models import (
+    high_learning_rate,
+    resolve_dtype,
+    resolve_lora,
+    text_config,
+    vocabulary_and_context,
+)
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel, open_tokenizer
 from engine.trainers import auto_placement, preference_learning
@@ -66,6 +72,9 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
         f"{name}: {method or getattr(training, 'loss', '')} from {model.path}, {len(train)} "
         f"examples, {len(validation)} held out, {steps} steps of {training.train_batch_size}"
     )
+    local = run_folder.local_model(model.path)
+    if warning := high_learning_rate(local, training.optim, model.lora):
+        say(f"{name}: {warning}")
     if dry_run:
         say(f"{name}: dry run, nothing is trained; the model would be in {config.run.folder()}")
         for line in _plan_lines(config, train, steps):
@@ -73,7 +82,7 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
         return None
     folder = run_folder.make_output_folder(config.run.folder())
     checkpoints = run_folder.checkpoint_folder(folder, config.run.resume_mode)
-    start = StartModel(run_folder.local_model(model.path), model.dtype, model.lora, config.seed)
+    start = StartModel(local, model.dtype, model.lora, config.seed)
     pad = int(tokenizer.pad_token_id or 0)
     with (
         run_folder.error_details_file(folder),

@@ -200,6 +200,8 @@ def _train(
     long = f" ({left_out.long} too long, left out)" if left_out.long else ""
     headline = rl_run.headline(config.rl, prompts.loader.batch_size)
     say(f"{headline}, of {len(prompts.loader)} prompts{long}; {len(prompts.validation)} validate")
+    if warning := models.high_learning_rate(model, config.rl.actor.optim, config.model.lora):
+        say(f"rl: actor.{warning}")
     run = rl_run.RLRun(
         model,
         config.rl,
@@ -287,6 +289,8 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         f"{len(prompts.loader)} prompts, {len(prompts.validation)} for validation, longest "
         f"{prompts.longest} tokens; output in {config.run.folder()}"
     )
+    if warning := models.high_learning_rate(model, rl.actor.optim, lora):
+        yield f"warning   actor.{warning}"
     yield from _layout_lines(rl)
     ranks, per_node = run_spec.layout_of("actor", rl).world_size, config.run.n_gpus_per_node
     kind = accelerator

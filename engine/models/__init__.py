@@ -6,6 +6,7 @@ from engine.models.loading import (
     build_model,
     check_context,
     check_vocabulary,
+    high_learning_rate,
     load_model,
     require_model_folder,
     resolve_dtype,

@@ -29,7 +29,8 @@ from transformers import (
     Qwen2Config,
 )
 
-from engine.config import ModelConfig
+from engine.config import LoRAConfig, ModelConfig
+from engine.config.training import OptimConfig
 from engine.errors import ConfigError, ModelError, StorageError
 from engine.models.lora import has_adapters, merged_copy, save_adapter
 from engine.storage import filesystem
@@ -282,6 +283,24 @@ def check_context(prompt_tokens: int, response_tokens: int, context: int) -> Non
             "data.max_response_length, set data.max_prompt_length to drop long prompts, or raise "
             "model.max_position_embeddings of a model from scratch"
         )
+
+
+def high_learning_rate(path: str | Path, optim: OptimConfig, lora: LoRAConfig) -> str:
+    """Return a warning if `optim.lr` suits a small new model, and `path` is a large one; else "".
+
+    The defaults are for models from scratch. A model of 50M parameters and more is pretrained.
+    """
+    adapters = lora.rank > 0 or lora.from_folder
+    if optim.optimizer == "SGD" or optim.lr <= (1e-3 if adapters else 1e-4):
+        return ""
+    count = sum(shape.numel() for shape in _shapes(text_config(path), {}).values())
+    if count < 50e6:
+        return ""
+    usual = "1e-5 to 2e-4 for adapters" if adapters else "1e-6 to 1e-5"
+    return (
+        f"optim.lr={optim.lr:g} suits small models from scratch, and may ruin the "
+        f"{count / 1e6:,.0f}M pretrained parameters of {path}; set it to {usual}"
+    )
 
 
 def vocabulary_and_context(path: str | Path) -> tuple[int, int]:

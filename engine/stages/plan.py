@@ -10,7 +10,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
@@ -102,6 +102,8 @@ def plan(
             f"plan: data.test_size={config.data.test_size} is less than promote.minimum_problems="
             f"{fewest}, so that nothing is promoted by the split test; raise it, or lower the rule"
         )
+    for line in learning_rate_warnings(config, workflow):
+        say(f"plan: {line}")
     show_run(run, config, data_digest, machines, **facts)
     if host().dry_run and workflow in BY_RL:
         for line in profiles.rl_estimate(config, machines):
@@ -147,6 +149,20 @@ def plan(
         needs_approval=config.promote.approval == "required",
         config_digest=digest(config),
     )
+
+
+def learning_rate_warnings(config: PipelineConfig, workflow: str) -> Iterator[str]:
+    """Yield a sentence for each stage whose learning rate may ruin `model.path`."""
+    if not config.model.path:
+        return
+    from engine.models import high_learning_rate
+
+    trains = {"sft": not config.sft.skip and workflow in (*BY_RL, "preference")}
+    trains |= {"rl.actor": workflow in BY_RL, "preference": workflow == "preference"}
+    for name in (name for name, does in trains.items() if does):
+        optim = attrgetter(f"{name}.optim")(config)
+        if warning := high_learning_rate(config.model.path, optim, config.model.lora):
+            yield f"{name}.{warning}"
 
 
 def reward_audit_settings(config: PipelineConfig) -> settings.RewardAuditSettings:

@@ -12,12 +12,13 @@ import rich_click as click
 from flytekit import FlyteContextManager, StructuredDataset, task, workflow
 from flytekit.core.context_manager import ExecutionState
 from flytekit.core.type_engine import TypeEngine
+from transformers import Qwen2Config
 
 from engine.config import digest
 from engine.config.text import read_settings
 from engine.data import contract, rows
 from engine.errors import ConfigError, DataError, StorageError
-from engine.stages.plan import model_digest, pin_named_content
+from engine.stages.plan import learning_rate_warnings, model_digest, pin_named_content
 from engine.storage.filesystem import pin_revision
 from tasks.host import RLPrompts, SFTPairs, TableFile, as_table
 from tasks.inputs import RLHFConfig
@@ -234,6 +235,31 @@ def test_a_teacher_s_weights_count(tmp_path: Path) -> None:
     before = pin_named_content(config)
     write(tmp_path / "teacher" / "model.safetensors", "others")
     assert pin_named_content(config) != before
+
+
+@pytest.mark.parametrize(
+    ("workflow", "stages"),
+    [
+        ("rlhf", ["sft", "rl.actor"]),
+        ("preference", ["sft", "preference"]),
+        ("evaluate_only", []),
+        ("make_pairs", []),
+    ],
+)
+def test_stages_whose_rate_may_ruin_a_pretrained_model_are_named(
+    tmp_path: Path, workflow: str, stages: list[str]
+) -> None:
+    Qwen2Config(vocab_size=1 << 17, hidden_size=512, num_hidden_layers=1).save_pretrained(tmp_path)
+    values: dict[str, Any] = {"model": {"path": str(tmp_path)}}
+    values["preference"] = {"optim": {"lr": 1e-3}}
+
+    def named(**more: object) -> list[str]:
+        config = RLHFConfig.model_validate(values | more)
+        return [line.split(".optim.lr=")[0] for line in learning_rate_warnings(config, workflow)]
+
+    assert named() == stages
+    assert named(sft={"skip": True}) == [name for name in stages if name != "sft"]
+    assert named(model={}) == []
 
 
 def test_a_start_model_is_its_files_and_its_base(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -23,9 +24,11 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
+    Qwen2Config,
 )
 
 from engine.config import LoRAConfig
+from engine.config.training import OptimConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError, StorageError
 from engine.models import (
@@ -35,6 +38,7 @@ from engine.models import (
     check_context,
     check_vocabulary,
     create_critic_model,
+    high_learning_rate,
     load_model,
     load_policy_model,
     open_critic_model,
@@ -219,6 +223,27 @@ def test_saving_onto_a_file_is_an_error(tiny_folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("one_thread")
+def test_a_rate_for_a_small_new_model_is_too_high_for_a_pretrained_one(tmp_path: Path) -> None:
+    small = Qwen2Config(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=1,
+        num_attention_heads=1, num_key_value_heads=1,
+    )  # fmt: skip
+    small.save_pretrained(tmp_path / "small")
+    small.vocab_size = 1 << 20  # 67M elements in the embedding
+    small.save_pretrained(tmp_path / "large")
+    rate, none, adapters = OptimConfig(lr=5e-4), LoRAConfig(), LoRAConfig(rank=8)
+    warning = high_learning_rate(tmp_path / "large", rate, none)
+    assert re.match(
+        r"optim.lr=0.0005 .* the 134M pretrained parameters of .*1e-6 to 1e-5$", warning
+    )
+    assert not high_learning_rate(tmp_path / "small", rate, none)
+    assert not high_learning_rate(tmp_path / "large", rate, adapters)
+    assert not high_learning_rate(tmp_path / "large", OptimConfig(lr=1e-4), none)
+    assert not high_learning_rate(tmp_path / "large", OptimConfig(lr=0.1, optimizer="SGD"), none)
+    warning = high_learning_rate(tmp_path / "large", OptimConfig(lr=2e-3), adapters)
+    assert warning.endswith("set it to 1e-5 to 2e-4 for adapters")
+
+
 def test_vocabulary_and_context_checks(tiny_folder: Path) -> None:
     tokenizer = load_tokenizer(tiny_folder)
     size, context = vocabulary_and_context(tiny_folder)
