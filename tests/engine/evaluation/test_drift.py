@@ -109,6 +109,17 @@ def test_a_reward_that_rises_without_accuracy_is_drift_by_a_better_validation_to
 
 
 @pytest.mark.parametrize("seed", range(5))
+def test_a_reward_that_rises_by_format_alone_is_drift_in_noise_of_small_batches(seed: int) -> None:
+    flat = {
+        "reward__mean": curve(0.2, 0.8, 0.03, seed),
+        "reward__correct": curve(0.3, 0.3, 0.03, seed + 10),
+        "reward__second_grader": curve(0.32, 0.32, 0.03, seed + 20),
+        "validation__correct": curve(0.3, 0.3, 0.03, seed + 30),
+    }
+    assert {"second_grader", "held_out"} <= raised(rows(**flat))
+
+
+@pytest.mark.parametrize("seed", range(5))
 def test_a_noisy_second_grader_confirms_nothing(seed: int) -> None:
     longer = {
         "response__length_mean": curve(40, 100, 1),
