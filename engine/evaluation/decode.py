@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.initialization import no_init_weights
+from transformers import PretrainedConfig
 
 from engine.agents.episode import EpisodeSummary
 from engine.batch import Batch, Column
@@ -23,7 +22,7 @@ from engine.controller.launch import launch, ray_session
 from engine.controller.placement import Placement, Pool
 from engine.controller.worker_host import RoleSpec
 from engine.errors import ConfigError, PlacementError
-from engine.models import check_context, text_config, vocabulary_and_context
+from engine.models import check_context, parameter_count, text_config, vocabulary_and_context
 from engine.parallel.layout import Layout, ModelShape, check_layout
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
 from engine.rollout.protocol import SamplingParams, engine_capabilities
@@ -100,7 +99,7 @@ def gpus_of_copy(
 
     A model whose sizes nobody knows takes one. Raises PlacementError where weights don't fit.
     """
-    need, sizes = _weight_bytes(model_config), [1]
+    need, sizes = 2 * parameter_count(model_config), [1]  # bytes in bfloat16
     for tp in (tp for tp in range(2, gpus + 1) if gpus % tp == 0):
         with suppress(ConfigError):
             split = config.model_copy(update={"parallel": ParallelConfig(tp=tp)})
@@ -125,28 +124,13 @@ def check_evaluation_memory(
     fewest = gpus_of_copy(config, model_config, gpu_memory, gpus)
     if config.parallel is None:
         return
-    layout, need = Layout.of(config.parallel), _weight_bytes(model_config)
+    layout, need = Layout.of(config.parallel), 2 * parameter_count(model_config)
     if need / layout.tp > gpu_memory * USABLE:
         raise PlacementError(
             f"evaluate can't fit: with evaluate.parallel {layout} a GPU keeps "
             f"{need / layout.tp / GIB:.0f} GiB of weights, and has {gpu_memory / GIB:.0f}; "
             f"evaluate.parallel {Layout(dp=gpus // fewest, tp=fewest)} would"
         )
-
-
-def parameter_count(folder: str | Path) -> int:
-    """The parameters of the model in a folder; 0 for one that transformers can't build."""
-    return _weight_bytes(text_config(folder)) // 2
-
-
-def _weight_bytes(model_config: PretrainedConfig) -> int:
-    """Bytes of all weights in bfloat16; 0 for a model that transformers can't build."""
-    try:
-        with torch.device("meta"), no_init_weights():
-            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=False)
-    except ValueError:
-        return 0
-    return 2 * sum(weight.numel() for weight in model.parameters())
 
 
 ROLE = "evaluation"

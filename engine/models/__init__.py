@@ -8,6 +8,7 @@ from engine.models.loading import (
     check_vocabulary,
     high_learning_rate,
     load_model,
+    parameter_count,
     require_model_folder,
     resolve_dtype,
     save_model,

@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     Qwen2Config,
 )
+from transformers.initialization import no_init_weights
 
 from engine.config import LoRAConfig, ModelConfig
 from engine.config.training import OptimConfig
@@ -285,6 +286,17 @@ def check_context(prompt_tokens: int, response_tokens: int, context: int) -> Non
         )
 
 
+@model_lock()
+def parameter_count(config: PretrainedConfig) -> int:
+    """Return a model's number of parameters; 0 for one that transformers can't build."""
+    try:
+        with torch.device("meta"), no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except ValueError:
+        return 0
+    return sum(weight.numel() for weight in model.parameters())
+
+
 def high_learning_rate(path: str | Path, optim: OptimConfig, lora: LoRAConfig) -> str:
     """Return a warning if `optim.lr` suits a small new model, and `path` is a large one; else "".
 
@@ -293,7 +305,7 @@ def high_learning_rate(path: str | Path, optim: OptimConfig, lora: LoRAConfig) -
     adapters = lora.rank > 0 or lora.from_folder
     if optim.optimizer == "SGD" or optim.lr <= (1e-3 if adapters else 1e-4):
         return ""
-    count = sum(shape.numel() for shape in _shapes(text_config(path), {}).values())
+    count = parameter_count(text_config(path))
     if count < 50e6:
         return ""
     usual = "1e-5 to 2e-4 for adapters" if adapters else "1e-6 to 1e-5"

@@ -89,8 +89,8 @@ def recheck(
     """
     import torch  # takes seconds
 
-    from engine.evaluation.decode import parameter_count
     from engine.evaluation.scoring import answer_greedily
+    from engine.models import parameter_count, text_config
 
     started, on_gpu = time.perf_counter(), torch.cuda.is_available()
     seed, picks = draw({name: len(rows) for name, rows in problems.items()}, rules.problems)
@@ -100,7 +100,7 @@ def recheck(
         models = [(new.policy, new.rows, True)]  # and the verdict that speaks for the new model
         if before is not None:
             models.append((baseline_model(new, tracker, champion, Path(folder)), before, False))
-        largest = max(parameter_count(model) for model, *_ in models)
+        largest = max(parameter_count(text_config(model)) for model, *_ in models)
         if not on_gpu and largest > LARGEST_ON_CPU:
             sentence = (
                 f"promote.recheck decodes {largest / 1e9:.1f} billion parameters, and this machine "
