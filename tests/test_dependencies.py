@@ -182,16 +182,8 @@ ABOVE = {
     "lineage": ("errors", "redaction", "storage", "tracking", "checkpoint", "html_templates"),
     "samples": ("batch", "errors", "html_templates", "storage.filesystem"),
     "promotion": (
-        *(
-            "errors",
-            "config",
-            "console",
-            "storage",
-            "lineage",
-            "tracking",
-            "evaluation",
-            "data.rows",
-        ),
+        *("errors", "config", "console", "storage", "lineage", "tracking", "evaluation"),
+        *("data.rows", "models"),  # the size of one that decodes again
     ),
     "release": ("errors", "console", "redaction", "storage", "lineage", "evaluation"),
 }
