@@ -86,7 +86,7 @@ def _check_actor(config: RLConfig) -> None:
         if size < layout.world_size:
             raise ConfigError(
                 f"{size} {name} don't give each of the actor's {layout.world_size} ranks one; "
-                "raise trainer.train_batch_size or use fewer ranks"
+                "give more rows or a larger trainer.train_batch_size, or use fewer ranks"
             )
     each = prompts // max(1, layout.world_size // tp)
     if rollout.parts > 1 and each < rollout.parts:
