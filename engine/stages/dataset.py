@@ -65,12 +65,7 @@ def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
     data, seed = settings.data, settings.seed
     recorded = settings.model_dump(mode="json", include={"data", "model_path", "seed"})
     with stage("dataset", run, recorded) as this:
-        splits = sources.load_splits(data, seed)
-        if not sources.splits_are_disjoint(data):
-            splits = without_held_out(splits, data)
-        for note in splits.notes:
-            say(f"dataset: {note}")
-        check_contract(splits)
+        splits = read_splits(data, seed)
         tokenizer = choose_tokenizer(splits, data, settings.model_path)
         facts = write_splits(this, splits, tokenizer, data, settings.context)
         say(
@@ -79,6 +74,17 @@ def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
             + f" rows; longest prompt {facts['max_prompt_length']:.0f} tokens"
         )
         return this.publish(facts)
+
+
+def read_splits(data: DataConfig, seed: int) -> Splits:
+    """Read the rows and check them; DataError names split, column and rows."""
+    splits = sources.load_splits(data, seed)
+    if not sources.splits_are_disjoint(data):
+        splits = without_held_out(splits, data)
+    for note in splits.notes:
+        say(f"dataset: {note}")
+    check_contract(splits)
+    return splits
 
 
 def write_splits(

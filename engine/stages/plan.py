@@ -105,8 +105,12 @@ def plan(
     for line in learning_rate_warnings(config, workflow):
         say(f"plan: {line}")
     show_run(run, config, data_digest, machines, **facts)
-    if host().dry_run and workflow in BY_RL:
-        for line in profiles.rl_estimate(config, machines):
+    if host().dry_run:
+        from engine.stages.dataset import read_splits
+
+        tables = read_splits(config.data, config.seed).tables()
+        say(f"rows      {', '.join(f'{name} {len(rows)}' for name, rows in tables.items())}")
+        for line in profiles.rl_estimate(config, machines) if workflow in BY_RL else ():
             say(line)
     data, seed, skip, start = config.data, config.seed, config.sft.skip, config.model
     dtype = start.dtype if skip else ""  # a warm start resolves it

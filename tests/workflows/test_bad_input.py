@@ -218,15 +218,34 @@ def test_wrong_inputs_of_the_other_workflows(
     assert outcome.stages == []
 
 
-@pytest.mark.parametrize("inputs", [("--model", "/nowhere"), ("--profile", "huge")])
+@pytest.mark.parametrize(
+    ("inputs", "change", "word"),
+    [
+        (("--model", "/nowhere"), {}, "/nowhere"),
+        (("--profile", "huge"), {}, "huge"),
+        (("--source", "files", "--path", "few.csv"), {}, "prompt"),
+        (
+            ("--source", "files", "--path", "few.csv"),
+            {"data": {"columns": {"prompt": "question", "ground_truth": "answer"}}},
+            "2 distinct training rows are too few",
+        ),
+    ],
+)
 def test_a_dry_run_of_bad_input(
-    place: Place, inputs: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    place: Place,
+    inputs: tuple[str, ...],
+    change: dict[str, Any],
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The failure handler, which flytekit runs then, does not end it as one that succeeded."""
     # As at the start of a process with the variable.
     monkeypatch.setattr(PythonTask, "sandbox_execute", flytekit_setup._plan_alone)
-    outcome = place.run(*inputs, "--config", settings(), HYBRIDFLYTE_DRY_RUN="1")
-    assert_refused(outcome, place, inputs[1])
+    few = place.root / "few.csv"
+    few.write_text("question,answer\n1+1=,2\n2+2=,4\n")
+    given = [str(few) if value == few.name else value for value in inputs]
+    outcome = place.run(*given, "--config", settings(change), HYBRIDFLYTE_DRY_RUN="1")
+    assert_refused(outcome, place, word)
     assert "to do" not in outcome.out
 
 
