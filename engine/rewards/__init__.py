@@ -13,4 +13,10 @@ from engine.rewards.reward_function import (
     register_reward,
     resolve_reward,
 )
-from engine.rewards.scorer import Scorer, open_reward, require_rewards, scorer_identity
+from engine.rewards.scorer import (
+    Scorer,
+    open_reward,
+    require_rewards,
+    scorer_identity,
+    scorer_label,
+)

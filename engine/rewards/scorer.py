@@ -392,3 +392,18 @@ def scorer_identity(config: RewardConfig, code: str = "") -> str:
     if len(text) > 200:
         text = f"{config.name} {hashlib.sha256(text.encode()).hexdigest()}"
     return text
+
+
+def scorer_label(identity: str) -> str:
+    """Shorten a `scorer_identity` for people: the reward's name, its options, what else is set.
+
+    >>> scorer_label('{"code": "18ff", "name": "mine:reward", "options": {"strict": true}}')
+    'mine:reward, strict=True'
+    """
+    if not identity.startswith("{"):
+        return identity.split()[0]
+    values = json.loads(identity)
+    options = [f"{name}={value}" for name, value in values.get("options", {}).items()]
+    return ", ".join(
+        [values["name"], *options, *sorted(values.keys() - {"name", "options", "code"})]
+    )

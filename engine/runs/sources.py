@@ -24,7 +24,7 @@ import pandas as pd
 from engine.errors import DataError, TrackingError
 from engine.evaluation.policy_steps import SCORE, read_policy_steps
 from engine.evaluation.results import read_rows
-from engine.lineage.lookup import open_registry, review
+from engine.lineage.lookup import ORIGIN, open_registry, review
 from engine.samples.sample_files import FOLDER, VALIDATION, SampleFolder
 from engine.storage.artifacts import Manifest, local_path
 from engine.storage.digests import MANIFEST
@@ -232,6 +232,8 @@ def _folders() -> Iterator[dict[str, Any]]:
             row["steps"] = int(made.get("final/last_step", 0)) or None
             yield row | {"state": "skipped" if "skipped" in summary else "finished"}
     for folder in home().glob("checkpoints/*/*/"):
+        if (folder / ORIGIN).exists():  # of a workflow's stage
+            continue
         if _markers(folder) or (folder / FOLDER).is_dir():
             run_id = "".join(path.read_text() for path in folder.glob("checkpoints/mlflow_run"))
             yield _row("/".join(folder.parts[-2:]), folder.stat().st_mtime, {}, run_id)

@@ -28,7 +28,7 @@ from engine.lineage.compare import compare
 from engine.lineage.page import render_page
 from engine.promotion.gate import trained_on, training_prompts
 from engine.redaction import redact
-from engine.rewards import scorer_identity
+from engine.rewards import scorer_identity, scorer_label
 from engine.stages import reward_audit
 from engine.stages.fetch import START_MODEL, first_model, trained_by
 from engine.stages.promotion import read_decision
@@ -426,7 +426,10 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
         f"pass@1 {first}": rate("warm_start"),
         f"pass@1 after {method}": rate("rl"),
         "gain": f"{points((facts['gain'], low, high))} on {facts['problems']} problems",
-        **{f"reward audit ({a['scorer']})": audit_line(a) for a in facts["reward_audit"]},
+        **{
+            f"reward audit ({scorer_label(a['scorer'])})": audit_line(a)
+            for a in facts["reward_audit"]
+        },
         "promotion": f"{verdict_of(facts['promotion']).title} (why: below)",
         "time": f"{human_time(facts['seconds']['total'])} ({times})",
         **({} if facts["warm_start"] else {"start model": facts["start_model"]}),

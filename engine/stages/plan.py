@@ -109,6 +109,11 @@ def plan(
         from engine.stages.dataset import read_splits
 
         tables = read_splits(config.data, config.seed).tables()
+        if len(tables["test"]) < min(fewest, config.data.test_size or fewest):
+            say(
+                f"plan: {len(tables['test'])} test rows are less than promote.minimum_problems="
+                f"{fewest}, so that nothing is promoted by the split test; give more rows"
+            )
         say(f"rows      {', '.join(f'{name} {len(rows)}' for name, rows in tables.items())}")
         for line in profiles.rl_estimate(config, machines) if workflow in BY_RL else ():
             say(line)

@@ -55,6 +55,11 @@ def reward_audit(run: RunContext, settings: RewardAuditSettings, dataset: Artifa
                 "promote.require_reward_audit is set; correct the scorer (python -m "
                 "engine.reward_audit shows examples)"
             )
+        if failed:
+            say(
+                f"{KIND}: the run goes on, as promote.require_reward_audit is false; python -m "
+                "engine.reward_audit shows an example of each hole"
+            )
         holes = sum(len(audit.names("hole")) for audit in by_scorer.values())
         return this.publish({"passed": float(not failed), "holes": float(holes)})
 

@@ -14,7 +14,7 @@ from once import OwnEntries
 
 from engine.config import RewardConfig
 from engine.errors import ConfigError, RewardError
-from engine.rewards import Scorer, require_rewards, reward_function, scorer_identity
+from engine.rewards import Scorer, require_rewards, reward_function, scorer_identity, scorer_label
 from engine.rewards.answers import answer_match
 from engine.rewards.reward_function import declared_components, register_reward, resolve_reward
 
@@ -210,6 +210,14 @@ def test_what_makes_two_scorers_the_same() -> None:
     assert len(set(found)) == len(found)
     hidden = RewardConfig(name="x", options={"api_key": "sk-1"})
     assert "sk-1" not in scorer_identity(hidden)
+
+
+def test_a_scorer_is_named_by_its_reward_and_options() -> None:
+    config = RewardConfig(name="m:f", options={"tol": 2}, weights={"a": 0.5, "b": 1.0})
+    assert scorer_label(scorer_identity(config, "c0de")) == "m:f, tol=2, weights"
+    assert scorer_label(scorer_identity(RewardConfig())) == "answer_match"
+    long = scorer_identity(RewardConfig(name="m:f", options={"text": "x" * 300}))
+    assert scorer_label(long) == "m:f"
 
 
 MODULE = """

@@ -125,6 +125,19 @@ def test_a_run_is_read_from_mlflow_as_from_its_folder(home: Path) -> None:
         read_run(mlflow_id(home, "fast"), "sqlite:////nowhere/mlflow.db")
 
 
+def test_checkpoints_of_a_workflow_s_stage_are_no_run_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it runs, MLflow has the workflow; its stage has samples beside its checkpoints."""
+    monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////nowhere/mlflow.db")
+    stage = tmp_path / "checkpoints" / "rl" / "56c816b2eb47ec97"
+    (stage / "rollouts").mkdir(parents=True)
+    assert [row["run"] for row in list_runs()] == ["rl/56c816b2eb47ec97"]
+    (stage / "origin.json").write_text("{}")
+    assert list_runs() == []
+
+
 def test_both_are_listed_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["run"]: row for row in list_runs()}
     assert set(rows) == {"p/slow", "p/fast"}
