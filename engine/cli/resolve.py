@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from engine.config.base import section_of
-from engine.config.text import PRESETS, explain, read_yaml
+from engine.config.text import PRESETS, explain, read_yaml, validated
 from engine.errors import ConfigError
 
 C = TypeVar("C", bound=BaseModel)
@@ -406,10 +406,7 @@ def section_of_arguments(
             if not isinstance(inner, dict):
                 raise ConfigError(f"{key}: {parent} is a value, not a section")
         inner[name] = value
-    try:
-        return section.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+    return validated(section, values)
 
 
 def setting_paths(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type | None]]:

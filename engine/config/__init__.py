@@ -44,7 +44,7 @@ from engine.config.rl import (
     RolloutConfig,
 )
 from engine.config.rollout_engines import AgentConfig, MultiTurnConfig, ServerConfig
-from engine.config.text import config_path, digest, explain, load_config, parse_config
+from engine.config.text import config_path, digest, explain, load_config, parse_config, validated
 from engine.config.training import (
     OfflineConfig,
     OptimConfig,

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -18,6 +18,7 @@ from engine.redaction import presentable
 
 PRESETS = Path(__file__).parent / "presets"
 PRESET = "preset:"
+M = TypeVar("M", bound=BaseModel)
 
 
 def config_path(source: str | Path) -> Path:
@@ -38,12 +39,17 @@ def digest(section: BaseModel) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def parse_config(values: dict[str, object]) -> PipelineConfig:
-    """Build a PipelineConfig; raise ConfigError with one line a wrong key."""
+def validated(section: type[M], values: object, where: str = "") -> M:
+    """Build a section; raise ConfigError, which begins with `where`, with one line a wrong key."""
     try:
-        return PipelineConfig.model_validate(values)
+        return section.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+        raise ConfigError(f"{where}{explain(error)}") from None
+
+
+def parse_config(values: dict[str, object]) -> PipelineConfig:
+    """Build a PipelineConfig as `validated` does."""
+    return validated(PipelineConfig, values)
 
 
 def load_config(path: str | Path) -> PipelineConfig:

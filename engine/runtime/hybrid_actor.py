@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from engine import models
-from engine.config import RolloutConfig, Section, explain
+from engine.config import RolloutConfig, Section, validated
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, RolloutError
 from engine.models.loading import adapter_base_path, load_model_config
@@ -68,10 +68,7 @@ class HybridConfig(Section):
                 f"hybrid_config has no key {', '.join(map(repr, unknown))}; its keys are "
                 f"{', '.join(cls.model_fields)}{hint}"
             )
-        try:
-            config = cls.model_validate(values)
-        except ValidationError as error:
-            raise ConfigError(f"hybrid_config: {explain(error)}") from None
+        config = validated(cls, values, "hybrid_config: ")
         sizes = {config.tp_size, config.rollout_tp_size} - {None}
         if len(sizes) > 1:
             raise ConfigError(

@@ -15,8 +15,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from engine.config import (
     AgentConfig,
     EvaluateConfig,
@@ -28,7 +26,7 @@ from engine.config import (
     RewardConfig,
     RLConfig,
     digest,
-    explain,
+    validated,
 )
 from engine.console import say
 from engine.data.cells import texts_of
@@ -242,10 +240,7 @@ def with_overrides(
     values["data"]["plugins"] = values["data"]["plugins"] or values["rl"]["plugins"]
     if seed >= 0:
         values["seed"] = seed
-    try:
-        return type(config).model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+    return validated(type(config), values)
 
 
 def rl_lora(model: ModelConfig) -> LoRAConfig:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from engine.config import (
     OfflineConfig,
@@ -22,7 +22,7 @@ from engine.config import (
     PoolConfig,
     RLConfig,
     Section,
-    explain,
+    validated,
 )
 from engine.config.base import filled_up
 from engine.console import human_time, say
@@ -168,10 +168,7 @@ def read_profile(text: str) -> Profile:
         if base not in PROFILES:
             raise ConfigError(f"profile base={base!r} is none of {names}")
         values = filled_up(PROFILES[base], {"name": "custom"} | values)
-    try:
-        return Profile.model_validate(values)
-    except ValidationError as error:
-        raise ConfigError(f"profile: {explain(error)}") from None
+    return validated(Profile, values, "profile: ")
 
 
 def check_memory(config: PipelineConfig, profile: Profile, *, trains: bool = True) -> None:

@@ -21,11 +21,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from engine.config import RolloutConfig, ServerConfig
-from engine.config.text import explain
+from engine.config.text import validated
 from engine.errors import ConfigError, DivergedRolloutError, RolloutError
 from engine.rollout import protocol, stream, trainer_model
 from engine.rollout.protocol import Completion, SamplingParams
@@ -166,10 +165,7 @@ class ServerEngine:
         context, RolloutError for one that lacks what its hook needs or serves another model, and
         where none is there.
         """
-        try:
-            settings = ServerConfig.model_validate(options)
-        except ValidationError as error:
-            raise ConfigError(f"rollout.server: {explain(error)}") from None
+        settings = validated(ServerConfig, options, "rollout.server: ")
         check_settings(settings)
         context = trainer_model.context_length(model)
         self._max_model_len = protocol.resolve_max_model_len(max_model_len, context)

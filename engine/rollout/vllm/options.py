@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from engine.config import RolloutConfig
 from engine.config.rollout_engines import VllmConfig
-from engine.config.text import explain
+from engine.config.text import validated
 from engine.errors import ConfigError
 from engine.rollout import trainer_model
 from engine.rollout.protocol import (
@@ -347,10 +346,7 @@ def resolve(
     and on a GPU what vLLM's share leaves. `routed_experts`: completions say which experts their
     tokens were given to.
     """
-    try:
-        vllm = VllmConfig.model_validate(settings)
-    except ValidationError as error:
-        raise ConfigError(f"rollout.vllm: {explain(error)}") from None
+    vllm = validated(VllmConfig, settings, "rollout.vllm: ")
     for name, value in (("max_num_seqs", max_num_seqs), ("kv_cache_memory_mb", kv_cache_memory_mb)):
         if value is not None and value < 1:
             raise ConfigError(f"{name}={value} is too small for any work; use 1 or more")
