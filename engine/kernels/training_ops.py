@@ -319,11 +319,8 @@ def takes_products(
 ) -> bool:
     """Whether `linears`, `mlp` and their gradients compute with these."""
     tensors = [bias for bias in biases if bias is not None]
-    return (
-        all(weight.shape[1] % STEP == 0 for weight in weights)
-        and all(weight.numel() <= _LARGEST for weight in weights)
-        and takes(x, *weights, *tensors)
-    )
+    fit = all(w.shape[1] % STEP == 0 and w.numel() <= _LARGEST for w in weights)
+    return fit and takes(x, *weights, *tensors)
 
 
 def choose_linears(
@@ -400,10 +397,7 @@ def mlp(
     *,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return residual + down(silu(gate(x)) · up(x)) of rows x [n, H].
-
-    With `keep` also gate(x) and up(x), else None for both.
-    """
+    """Return residual + down(silu(gate(x)) · up(x)) of rows x [n, H]; to `keep`: gate(x), up(x)."""
     out = torch.empty_like(x)
     gated, raised = (x.new_empty(len(x), len(gate)) if keep else None for _ in range(2))
     tensors = (x, gate, up, down, gated, raised, out, None, None, None, None, residual)
@@ -619,34 +613,25 @@ class CompiledAdamW(torch.optim.AdamW):
         """Update every master that has a gradient."""
         assert closure is None
         for group in self.param_groups:
-            masters = [master for master in group["params"] if master.grad is not None]
-            self._update(masters, group)
+            self._update(group)
 
-    def _update(self, masters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def _update(self, group: dict[str, Any]) -> None:
         by_step = defaultdict[float, list[tuple[Tensor, ...]]](list)
-        for master in masters:
-            assert master.grad is not None
-            gradient, state = master.grad.float().contiguous(), self._optimizer_state(master)
-            state["step"] += 1
-            moments, working = (state["exp_avg"], state["exp_avg_sq"]), self._working[master]
-            updated = (gradient, master, *moments, local_tensor(working))
-            by_step[float(state["step"])].append(updated)
+        masters, gradients, m, v, steps = (list[Tensor]() for _ in range(5))
+        self._init_group(group, masters, gradients, m, v, [], steps)
+        for master, gradient, *moments, step in zip(masters, gradients, m, v, steps, strict=True):
+            step += 1
+            working = local_tensor(self._working[master])
+            updated = (gradient.float().contiguous(), master, *moments, working)
+            by_step[float(step)].append(updated)
         beta1, beta2 = group["betas"]
-        for step, tensors in by_step.items():
+        for count, tensors in by_step.items():
             settings = AdamSettings(
                 self.factor, group["lr"], beta1, beta2, group["eps"], group["weight_decay"],
-                1 - beta1**step, 1 - beta2**step,
+                1 - beta1**count, 1 - beta2**count,
             )  # fmt: skip
             adamw(settings, tensors)
         increment_version([self._working[master] for master in masters])
-
-    def _optimizer_state(self, master: Tensor) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = self.state[master]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(master)
-            state["exp_avg_sq"] = torch.zeros_like(master)
-        return state
 
 
 def takes_masters(working: Mapping[Tensor, nn.Parameter], count: int) -> bool:
