@@ -14,7 +14,7 @@ from engine.checkpoint import Checkpoint, find_latest
 from engine.cli.settings import RunOutputConfig
 from engine.console import human_time
 from engine.redaction import presentable
-from engine.storage.filesystem import fsync, fsync_tree, writing
+from engine.storage.filesystem import fsync_tree, replace_folder, writing
 
 INPUT_ERRORS = (errors.ConfigError, errors.DataError, errors.ModelError, errors.PlacementError)
 DETAILS = "error.txt"
@@ -116,13 +116,7 @@ def save_atomically(save: Callable[[str], None], target: Path) -> Path:
             )
         with writing(target, _WAY_OUT):
             fsync_tree(draft)
-            if target.exists():
-                target.rename(replaced)
-            draft.rename(target)
-            fsync(target.parent)
+            replace_folder(draft, target, replaced)
     finally:
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
-        for folder in (draft, replaced):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
     return target

@@ -14,7 +14,6 @@ import hashlib
 import html
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -33,7 +32,7 @@ from engine.stages.settings import RunContext
 from engine.storage import artifacts
 from engine.storage.artifacts import Draft, Parent
 from engine.storage.digests import hash_file, sources_digest
-from engine.storage.filesystem import home, writing
+from engine.storage.filesystem import home, remove, writing
 
 if TYPE_CHECKING:
     from engine.tracking import Tracker
@@ -228,10 +227,7 @@ class Stage:
             return
         folder = self._local_checkpoints()
         for path in set(folder.glob("*")) - {folder / RECORDS}:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            remove(path)
         with contextlib.suppress(OSError):  # not empty, or not there
             folder.rmdir()
 

@@ -415,34 +415,18 @@ def _move_into_place(folder: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _replace(folder: Path, target: Path) -> None:
-    """Put `folder` where `target` is; of several that do so at once, one stays."""
+    """Put `folder` where `target` is, which is removed."""
     replaced = filesystem.home() / ".staging" / f"replaced-{_owner()}-{uuid.uuid4().hex[:8]}"
     replaced.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileNotFoundError):  # nothing there, or another has just taken it
-        os.rename(target, replaced)
-    try:
-        _rename(folder, target)
-    except BaseException:
-        if replaced.exists():
-            os.rename(replaced, target)
-        raise
-    if replaced.is_dir():
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        replaced.unlink(missing_ok=True)
+    filesystem.replace_folder(folder, target, replaced)
 
 
 def _rename(folder: Path, target: Path) -> None:
     """Rename `folder` to `target`; where another process was first, its folder stays."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.rename(folder, target)
-    except OSError as error:
+    if not filesystem.move_folder(folder, target):
         # Another process put the same content there between the check and the rename.
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
         shutil.rmtree(folder)
-    filesystem.fsync(target.parent)
 
 
 @contextlib.contextmanager

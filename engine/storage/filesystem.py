@@ -5,11 +5,13 @@ retries: s3fs's and botocore's own retries are off, because they multiply. Writi
 """
 
 import contextlib
+import errno
 import importlib
 import json
 import os
 import random
 import re
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -62,6 +64,43 @@ def fsync_tree(folder: Path) -> None:
         for name in files:
             fsync(Path(base) / name)
         fsync(Path(base))
+
+
+def move_folder(folder: Path, target: Path) -> bool:
+    """Rename a folder; return False, without effect, where another is; raise OSError."""
+    try:
+        os.rename(folder, target)
+    except OSError as error:
+        if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            return False
+        raise
+    fsync(target.parent)
+    return True
+
+
+def replace_folder(folder: Path, target: Path, aside: Path) -> None:
+    """Put `folder` where `target` is; of several that do so at once, one stays. Raise OSError.
+
+    What was there is renamed to `aside`, and comes back if that fails; else it is removed.
+    """
+    with contextlib.suppress(FileNotFoundError):  # nothing there, or another has just taken it
+        os.rename(target, aside)
+    try:
+        if not move_folder(folder, target):
+            shutil.rmtree(folder)
+    except BaseException:
+        if aside.exists():
+            os.rename(aside, target)
+        raise
+    remove(aside)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, if it is there; what can't be removed of a folder stays."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def fsync(path: Path) -> None:

@@ -5,7 +5,6 @@ Which files make a checkpoint is in `engine.checkpoint.format`.
 
 import contextlib
 import errno
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -95,14 +94,7 @@ class Folder:
         """Rename a local folder; return False, without effect, when there is one there."""
         with self._writing(""):
             filesystem.fsync(Path(self.path))
-            try:
-                os.rename(self.path, target.path)
-            except OSError as error:
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    return False
-                raise
-            filesystem.fsync(Path(target.path).parent)
-        return True
+            return filesystem.move_folder(Path(self.path), Path(target.path))
 
     def remove_file(self, name: str) -> None:
         files = self.files
