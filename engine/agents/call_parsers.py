@@ -241,15 +241,12 @@ def llama3_json(text: str) -> ParsedTurn:
                 scan.malformed.append(_sentence(error, text[start:]))
                 scan.at = len(text)
             break
-        if not is_call and not _is_call(value):
+        has_call = isinstance(value, Mapping) and "name" in value and {*value} & _ARGUMENTS
+        if not (is_call or has_call):
             return ParsedTurn(text.strip())
         scan.add(value, text[start : scan.at])
         scan.skip_separators()
     return scan.done()
-
-
-def _is_call(value: object) -> bool:
-    return isinstance(value, Mapping) and "name" in value and bool({*value} & _ARGUMENTS)
 
 
 # vLLM's parsers, by its names (`--tool-call-parser`), e.g. deepseek_v3, mistral or glm45.

@@ -129,10 +129,7 @@ class Transcript:
         self.sequences.append(TrainingSequence(list(prompt_ids), first_turn=self.turns))
 
     def add_reward(self, reward: float) -> None:
-        """Add to what the latest turn earned: on its last sampled token, so that no mask hides it.
-
-        Raises RolloutError before the first turn.
-        """
+        """Add to the latest turn's reward, on its last sampled token; RolloutError before any."""
         for sequence in reversed(self.sequences):
             if (last := sequence.last_sampled) >= 0:
                 sequence.rewards[last] += reward

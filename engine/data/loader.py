@@ -109,10 +109,7 @@ class PromptLoader:
         return self._order.state_dict() | self._settings | data
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Go on after the last row that the saved loader gave; DataError for other data or order.
-
-        The batch size may be another.
-        """
+        """Go on after the saved loader's last row, in any batch size; DataError for other data."""
         present = self.state_dict()
         fixed = ("rows", "digest", "seed", "shuffle", "weights", "curriculum", "truncation")
         for key in (*fixed, *_LIVE):

@@ -359,10 +359,7 @@ class MappedRows:
         mapper: Callable[[Row, str], Row] | None = None,
         content: bytes | None = None,
     ) -> None:
-        """`mapper` makes rows canonical; None: as RL rows, which may `need_truth`.
-
-        content: of the file, where that was read already.
-        """
+        """`mapper` makes rows canonical (None: RL rows); `content`: of a file that was read."""
         self.address, self._content = address, content
         self._policy, self._need_truth = config.bad_rows, need_truth
         self._map = mapper or RowMapper(config)
@@ -412,7 +409,10 @@ class MappedRows:
 
     def refuse_without_truth(self, numbers: Sequence[int]) -> None:
         """Count rows that were given out as bad: they have no ground truth, and others have."""
-        error = rows.missing_truths(self.address, numbers, self._total)
+        error = DataError(
+            f"{self.address}: {len(numbers)} of {self._total} rows have no ground truth "
+            f"({row_numbers(numbers)}); give {RULE}.{TRUTH} in all rows or in none"
+        )
         if self._policy == "fail":
             raise error
         for number in numbers:

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeGuard, TypeVar
 
 import numpy as np
 
-from engine.data.cells import as_text, brief, is_missing, row_numbers, texts_of
+from engine.data.cells import as_text, brief, is_missing, texts_of
 from engine.data.messages import canonical_messages
 from engine.errors import DataError
 from engine.storage import json_rows
@@ -150,14 +150,6 @@ EPISODE_COLUMNS: ColumnTypes = {  # besides, where problems are episodes: a text
     "sample_called": float,  # share that called a tool
     "sample_malformed": float,
 }
-
-
-def missing_truths(name: str, missing: Sequence[int], total: int) -> DataError:
-    """The error that says which rows of `total` have no ground truth."""
-    return DataError(
-        f"{name}: {len(missing)} of {total} rows have no ground truth ({row_numbers(missing)}); "
-        f"give {RULE}.{TRUTH} in all rows or in none"
-    )
 
 
 def same_columns(rows: Sequence[Row]) -> list[Row]:
