@@ -294,10 +294,7 @@ def cluster_nodes() -> dict[str, ClusterNode]:
 def ask_nodes(
     nodes: Mapping[str, ClusterNode], function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> dict[str, T]:
-    """Return what a function answers on each machine, by the machine's name.
-
-    Raises PlacementError for a machine that can't run it.
-    """
+    """Return a function's answers by machine; PlacementError for one that can't run it."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -192,11 +192,8 @@ def stop_actors(actors: Sequence[ActorHandle], grace_s: float = 3.0) -> None:
 
 
 def _put(value: object, timeout_s: float) -> ObjectRef:
-    """Store a value; raise WorkerError where this machine's node takes none by the deadline.
-
-    `ray.put` itself waits for ever for a node that is stopped, so it gets a thread to wait in.
-    """
-    try:
+    """Store a value; raise WorkerError where this machine's node takes none by the deadline."""
+    try:  # in a thread, as `ray.put` waits for ever for a node that is stopped
         return on_daemon_thread(ray.put, value).result(timeout_s)
     except TimeoutError:
         raise WorkerError(

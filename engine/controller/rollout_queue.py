@@ -381,10 +381,7 @@ class RolloutQueue:
         return with_partial_groups(self._prompts[ticket.key], [partial])
 
     def _restore(self, prompt: Batch, group: Batch) -> None:
-        """Queue a group that an earlier run finished, under a key of this one.
-
-        It is scored first, where that hadn't been done.
-        """
+        """Queue a group that an earlier run finished; one without scores is scored first."""
         state, versions, ticket = self.admission, _versions(group), None
         if _SCORES in group:
             self.admission, key = state.enqueue_restored(versions)

@@ -180,11 +180,7 @@ class _Request:
 
 
 class _Head(torch.autograd.Function):
-    """Head and statistics. With z = logits / T, p = softmax(z) and H the entropy:
-
-    ∂ log p_t / ∂z_v = 1[v = t] − p_v
-    ∂ H / ∂z_v       = −p_v (log p_v + H)
-    """
+    """Head and statistics; their gradients are those in `vocab_parallel._Statistics`."""
 
     @staticmethod
     def forward(

@@ -91,10 +91,7 @@ def local_tokens(positions: Tensor, length: int, ranks: Ranks) -> tuple[Tensor, 
 
 
 def sum_tokens(values: Tensor, ranks: Ranks) -> Tensor:
-    """Sum `values`, of any shape, over `sp`; a rank's are 0 where a token isn't its own.
-
-    Backward hands the gradient on as it is.
-    """
+    """Sum `values` over `sp`, 0 where a token isn't a rank's own; gradients stay as they are."""
     group = ranks.group("sp")
     if group is None:
         return values

@@ -123,18 +123,12 @@ def vocabulary_parallel() -> Style:
 
 
 def replicated(sum_gradients: bool) -> Style:
-    """A module of any kind whose parameters are on every rank.
-
-    `sum_gradients`: ranks put different activations through them.
-    """
+    """A module with all parameters on every rank; `sum_gradients`: activations differ by rank."""
     return sharded({}, partial(_forward, sum_gradients=sum_gradients))
 
 
 def _forward(module: nn.Module, *args: object, sum_gradients: bool, **kwargs: object) -> Tensor:
-    """Run the forward pass of the module's class, on local parts of its parameters.
-
-    `sum_gradients`: over the ranks, those of replicated parameters.
-    """
+    """Run the forward pass of the module's class, on local parts of its parameters."""
     parameters = module._parameters
     local = {name: _local(p, sum_gradients) for name, p in parameters.items()}
     module.__dict__["_parameters"] = local

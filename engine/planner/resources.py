@@ -182,10 +182,7 @@ class Cluster:
         return replace(self, machines=tuple(plain))
 
     def less_gpus(self, count: int) -> Cluster:
-        """Return what is left when `count` GPUs, of the machines with fewest, are taken.
-
-        Each takes its part of its machine along.
-        """
+        """Return what is left without `count` GPUs, with their share, of machines with fewest."""
         machines = []
         for machine in sorted(self.machines, key=lambda m: m.gpus):
             gpus = max(0, machine.gpus - count)

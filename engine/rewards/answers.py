@@ -290,10 +290,7 @@ def _plain(latex: str) -> str:
 
 @register_row_reward("multiple_choice", answer=choice, lenient=lenient_choice)
 def multiple_choice(completion: str, truth: object) -> bool:
-    """Whether `choice` gives the ground truth: a letter, or the number of the right one from 0.
-
-    Raises RewardError where it is neither.
-    """
+    """Whether `choice` gives the truth, a letter or its number from 0; RewardError for neither."""
     return choice(completion) == _right_letter(truth)
 
 

@@ -320,10 +320,7 @@ def _on_gpus(config: OfflineConfig, profile: Profile) -> OfflineConfig:
 
 
 def _rl_on_gpus(rl: RLConfig, profile: Profile) -> RLConfig:
-    """Fill in layout and pools; of what the planner lays out, the compute dtype alone.
-
-    That is `auto`, and modes whose samplers have GPUs of their own, unless pools are set.
-    """
+    """Fill in layout and pools; where the planner chooses them, the compute dtype alone."""
     trainer, parallel = rl.trainer, rl.actor.parallel
     apart = trainer.mode != "sync" and not trainer.pools
     if trainer.placement == "auto" or apart:

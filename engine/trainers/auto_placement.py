@@ -184,10 +184,7 @@ def resolve_auto(config: RLConfig, lora: LoRAConfig, **model: Any) -> RLConfig:
 
 
 def _fit_memory(config: RLConfig, lora: LoRAConfig, **model: Any) -> RLConfig:
-    """The settings with what their layout leaves open of a GPU's memory chosen for this one.
-
-    Models that the planner can't price, and runs without a GPU, are left as they are.
-    """
+    """Choose what the layout leaves open of a GPU's memory, where there is one to be priced."""
     kind, memory = _card(config)
     if not memory:
         return config

@@ -270,11 +270,7 @@ class ActorWorker(TrainingWorker):
         return self.finish_update(parts, norms)
 
     def _accumulate(self, mini: Batch, *, gap: bool = False) -> list[Metrics]:
-        """Add the gradients of the policy loss over one mini-batch.
-
-        Rows that can't change the gradient are skipped; the denominators count them all the same.
-        `gap`: measure how far log-probs are from rollout's.
-        """
+        """Add the policy loss's gradients; rows without any count in the denominators alone."""
         config, mask = self.config, mini["response_mask"]
         active = rows_with_gradient(
             config.policy_loss.loss_mode,

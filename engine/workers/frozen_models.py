@@ -174,10 +174,7 @@ class LoadedTeacher:
         return self.sharded.read(batch, self._budget, reader)["log_probs"]
 
     def top_k(self, batch: Batch, k: int) -> tuple[Tensor, Tensor]:
-        """The likeliest tokens `[B, R, K]` (int32), and log-probs `[B, R, K+1]`.
-
-        The last log-prob is that of all other tokens.
-        """
+        """The likeliest tokens `[B, R, K]`, and log-probs `[B, R, K+1]`, the last of all others."""
         reader = TopKReader(self._temperature, k, self._vocabulary)
         out = self.sharded.read(batch, self._budget, reader)
         return out["teacher_ids"], out["teacher_log_probs"]

@@ -36,10 +36,7 @@ class ModelHandle:
         *,
         merge: bool = True,
     ) -> None:
-        """Hold `model`; the other arguments are those of its decoders.
-
-        `merge`: they decode adapters merged into a dense copy of the base.
-        """
+        """Hold `model`; `merge`: its decoders use adapters merged into a dense copy of the base."""
         self._guard = WeightGuard("native")
         self._model: Model | None = model
         self._parameters = list(model.parameters())
