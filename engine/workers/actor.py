@@ -7,6 +7,7 @@ losses in `engine.algorithms`.
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from engine.checkpoint.format import RankState
 from engine.checkpoint.state_dict import StateDict
 from engine.config import (
     ActorConfig,
-    CriticConfig,
     DistillationConfig,
     LoRAConfig,
     PreferenceConfig,
@@ -56,16 +56,25 @@ class TrainingWorker(StatefulWorker):
     train_state: ShardedTrainState
     config: Any  # the role's section
 
-    def mini_batches(
-        self, batch: Batch, config: ActorConfig | CriticConfig, unit: int = 1
-    ) -> Iterator[Batch]:
+    def mini_batches(self, batch: Batch, unit: int = 1) -> Iterator[Batch]:
         """The rows of each optimizer step of an update; `unit` consecutive rows stay together."""
-        units, size = torch.arange(len(batch)).view(-1, unit), config.ppo_mini_batch_size // unit
+        config, units = self.config, torch.arange(len(batch)).view(-1, unit)
+        size = config.ppo_mini_batch_size // unit
         ranks, generator = self.sharded.ranks, self.train_state.generator
         with self.sharded.on_device():
             for _ in range(config.ppo_epochs):
                 for index in sharded_model.minibatch_indices(len(units), size, ranks, generator):
                     yield batch if len(index) == len(units) else batch.rows(units[index].flatten())
+
+    def take_steps(
+        self, batch: Batch, accumulate: Callable[[Batch], list[Metrics]], unit: int = 1
+    ) -> dict[str, float]:
+        """Step with the gradients that `accumulate` adds for each mini-batch; return metrics."""
+        parts, norms = list[Metrics](), list[float]()
+        for mini in self.mini_batches(batch, unit):
+            parts += accumulate(mini)
+            norms.append(self.train_state.optimizer.step())
+        return self.finish_update(parts, norms)
 
     def finish_update(self, parts: list[Metrics], norms: list[float]) -> dict[str, float]:
         """The metrics of all ranks' micro-batches, and of the optimizer steps of an update."""
@@ -105,13 +114,7 @@ class TrainingWorker(StatefulWorker):
         return self.accumulate(batch, [micro for _, micro in micros], reader, loss)
 
     def accumulate_responses(
-        self,
-        batch: Batch,
-        response_loss: ResponseLoss,
-        reader: forward.OutputReader,
-        max_tokens: int,
-        *,
-        unit: int,
+        self, batch: Batch, response_loss: ResponseLoss, reader: forward.OutputReader, *, unit: int
     ) -> list[Metrics]:
         """Add the gradients of the mean of `response_loss` over the real units of all ranks.
 
@@ -121,9 +124,9 @@ class TrainingWorker(StatefulWorker):
         real = batch["response_mask"].bool().any(1).view(-1, unit).any(1).nonzero().squeeze(1)
         lengths = batch["attention_mask"].sum(1).view(-1, unit).max(1).values[real]
         units, within = self.sharded.global_count(len(real)), torch.arange(unit)
-        micros = []
         # A micro-batch of N units has unit · N rows, as wide as the longest.
-        for index in token_budget_batches(lengths.tolist(), max(1, max_tokens // unit)):
+        budget, micros = max(1, self.config.max_tokens_per_micro_batch // unit), []
+        for index in token_budget_batches(lengths.tolist(), budget):
             rows = (unit * real[index])[:, None] + within
             micros.append(sharded_model.trim(batch.rows(rows.flatten())))
 
@@ -139,7 +142,6 @@ class TrainingWorker(StatefulWorker):
         batch: Batch,
         pair_loss: Callable[[preference_losses.Pairs], preference_losses.PreferenceOutput],
         reader: forward.OutputReader,
-        max_tokens: int,
     ) -> list[Metrics]:
         """Add the gradients of the mean loss over all ranks' real pairs: of rows 2i, 2i+1."""
 
@@ -156,7 +158,7 @@ class TrainingWorker(StatefulWorker):
                 )
             return pair_loss(as_pairs(policy, length, reference))
 
-        return self.accumulate_responses(batch, response_loss, reader, max_tokens, unit=2)
+        return self.accumulate_responses(batch, response_loss, reader, unit=2)
 
     def state_dict(self) -> StateDict:
         """Weights, moments and the generator that shuffles mini-batches: this rank's part."""
@@ -262,12 +264,8 @@ class ActorWorker(TrainingWorker):
         gap = "old_log_probs" not in batch  # else it is known of the whole batch
         if gap:
             batch = batch | {"old_log_probs": batch["rollout_log_probs"]}
-        parts, norms = list[Metrics](), list[float]()
-        for mini in self.mini_batches(batch, self.config):
-            parts += self._accumulate(mini, gap=gap)
-            norms.append(self.train_state.optimizer.step())
-            gap = False  # the weights are not those that sampled any more
-        return self.finish_update(parts, norms)
+        gaps = chain([gap], repeat(False))  # after a step the weights are not those that sampled
+        return self.take_steps(batch, lambda mini: self._accumulate(mini, gap=next(gaps)))
 
     def _accumulate(self, mini: Batch, *, gap: bool = False) -> list[Metrics]:
         """Add the policy loss's gradients; rows without any count in the denominators alone."""
@@ -352,12 +350,9 @@ class ActorWorker(TrainingWorker):
         """
         options = preference_options(self.preference)
         pair_loss = partial(preference_losses.get_pair_loss(self.preference.loss), **options)
-        budget = self.config.max_tokens_per_micro_batch
-        parts, norms = list[Metrics](), list[float]()
-        for mini in self.mini_batches(batch, self.config, unit=2):
-            parts += self.accumulate_pairs(mini, pair_loss, self._reader(), budget)
-            norms.append(self.train_state.optimizer.step())
-        return self.finish_update(parts, norms)
+        return self.take_steps(
+            batch, lambda mini: self.accumulate_pairs(mini, pair_loss, self._reader()), unit=2
+        )
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update_distilled(self, batch: Batch) -> dict[str, float]:
@@ -375,13 +370,13 @@ class ActorWorker(TrainingWorker):
             teachers=() if config.top_k else [teacher.logits for teacher in teachers],
             skip=self.sharded.ranks.layout.world_size == 1,
         )
-        parts, norms = list[Metrics](), list[float]()
-        for mini in self.mini_batches(batch, self.config):
+
+        def accumulate(mini: Batch) -> list[Metrics]:
             denominators = self.sharded.global_counts(mini["response_mask"])
             loss = partial(self._divergence_loss, denominators=denominators)
-            parts += self.accumulate_rows(mini, reader, loss)
-            norms.append(self.train_state.optimizer.step())
-        return self.finish_update(parts, norms)
+            return self.accumulate_rows(mini, reader, loss)
+
+        return self.take_steps(batch, accumulate)
 
     def _divergence_loss(
         self, outputs: forward.Outputs, micro: Batch, *, denominators: Denominators

@@ -48,11 +48,7 @@ class CriticWorker(TrainingWorker):
     @dispatch(Dispatch.DATA_PARALLEL_METRICS)
     def update(self, batch: Batch) -> dict[str, float]:
         """Fit `returns [B, R]` from `values [B, R]`, clipped around the old values."""
-        parts, norms = list[Metrics](), list[float]()
-        for mini in self.mini_batches(batch, self.config):
-            parts += self._accumulate(mini)
-            norms.append(self.train_state.optimizer.step())
-        return {f"critic/{k}": v for k, v in self.finish_update(parts, norms).items()}
+        return {f"critic/{k}": v for k, v in self.take_steps(batch, self._accumulate).items()}
 
     def _accumulate(self, mini: Batch) -> list[Metrics]:
         denominators = self.sharded.global_counts(mini["response_mask"])

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from engine.checkpoint.state_dict import BOXES
 from engine.config import OfflineConfig, PreferenceTrainingConfig, RewardModelTrainingConfig
 from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, ModelError
-from engine.models.forward import LogProbReader, Outputs, ValueReader
+from engine.models.forward import LogProbReader, OutputReader, Outputs, ValueReader
 from engine.models.value_head import classifier_of, classifier_tensors, save_adapted
 from engine.parallel.layout import DATA_AXES, Layout
 from engine.runtime.policy_runtime import (
@@ -94,12 +93,15 @@ class OfflineWorker(TrainingWorker):
         optimizer = self.train_state.optimizer
         return self.finish_update(parts, [optimizer.step()]) | {"lr": optimizer.lr}
 
-    @contextmanager
-    def _without_dropout(self) -> Iterator[None]:
-        training = self.sharded.module.training
+    def _read(
+        self, batch: Batch, reader: OutputReader, other: ShardedModel | None = None
+    ) -> Outputs:
+        """What is read of the model's outputs, or of another's, without dropout."""
+        training, budget = self.sharded.module.training, self.config.max_tokens_per_micro_batch
         self.sharded.module.eval()
-        yield
+        outputs = (other or self.sharded).read(batch, budget, reader)
         self.sharded.module.train(training)
+        return outputs
 
 
 class SFTWorker(OfflineWorker):
@@ -117,9 +119,7 @@ class SFTWorker(OfflineWorker):
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, pad=True)
     def validation_loss(self, batch: Batch) -> dict[str, float]:
         """The mean in nats over all ranks' response tokens, without dropout."""
-        budget = self.config.max_tokens_per_micro_batch
-        with self._without_dropout():
-            log_probs = self.sharded.read(batch, budget, self._reader())["log_probs"]
+        log_probs = self._read(batch, self._reader())["log_probs"]
         total = -(log_probs * batch["response_mask"]).sum(dtype=torch.float64)
         tokens = self.sharded.global_counts(batch["response_mask"]).tokens
         ranks, local = self.sharded.ranks, total.to(self.sharded.device)
@@ -136,16 +136,11 @@ class PreferenceWorker(OfflineWorker):
     config: PreferenceTrainingConfig
 
     def __init__(
-        self,
-        context: WorkerContext,
-        *,
-        model: PreTrainedModel | StartModel,
-        config: PreferenceTrainingConfig,
-        seed: int,
+        self, context: WorkerContext, *, config: PreferenceTrainingConfig, **options: Any
     ) -> None:
         self._frozen: Any = None  # a copy of the start model, for a live reference
         self._live = config.reference == "live" and uses_reference(config)
-        super().__init__(context, model=model, config=config, seed=seed)
+        super().__init__(context, config=config, **options)
         self._reference: ShardedModel | None = None  # None: the policy, before it is trained
         if models.has_adapters(self.sharded.module):
             self._reference = self.sharded.without_adapters()
@@ -190,11 +185,10 @@ class PreferenceWorker(OfflineWorker):
         if self._live:
             ref = self._log_probs(batch, self._reference)
             batch = batch | {"ref_response_log_probs": ref}
-        budget, reader = self.config.max_tokens_per_micro_batch, self._reader()
         if self.config.loss != "kto":
             options = preference_options(self.config, "preference")
             pair_loss = partial(preference_losses.get_pair_loss(self.config.loss), **options)
-            return self._step(self.accumulate_pairs(batch, pair_loss, reader, budget))
+            return self._step(self.accumulate_pairs(batch, pair_loss, self._reader()))
         point = self._reference_point(batch.rows(slice(1, None, 2)))
         options = kto_options(self.config)
 
@@ -206,9 +200,8 @@ class PreferenceWorker(OfflineWorker):
             return preference_losses.kto(policy, reference, micro["desirable"], point, **options)
 
         rows = batch.rows(slice(0, None, 2))
-        return self._step(self.accumulate_responses(rows, loss, reader, budget, unit=1)) | {
-            "kl": point
-        }
+        parts = self.accumulate_responses(rows, loss, self._reader(), unit=1)
+        return self._step(parts) | {"kl": point}
 
     def _reference_point(self, others: Batch) -> float:
         """KTO's z₀: max(0, mean of log π − log π_ref over all ranks' rows)."""
@@ -220,9 +213,7 @@ class PreferenceWorker(OfflineWorker):
 
     def _log_probs(self, batch: Batch, model: ShardedModel | None) -> Tensor:
         """Log-probs `[B]` (float32) of whole responses, without dropout; None: the policy's."""
-        sharded, budget = model or self.sharded, self.config.max_tokens_per_micro_batch
-        with self._without_dropout():
-            log_probs = sharded.read(batch, budget, self._reader())["log_probs"]
+        log_probs = self._read(batch, self._reader(), model)["log_probs"]
         return preference_losses.sequence_log_probs(log_probs, batch["response_mask"])[0].float()
 
 
@@ -265,9 +256,7 @@ class RewardModelWorker(OfflineWorker):
         return Batch({"scores": _last(self._values(batch), batch)})
 
     def _values(self, batch: Batch) -> Tensor:
-        budget = self.config.max_tokens_per_micro_batch
-        with self._without_dropout():
-            return self.sharded.read(batch, budget, ValueReader())["values"]
+        return self._read(batch, ValueReader())["values"]
 
     @dispatch(Dispatch.DATA_PARALLEL_METRICS, unit=2, pad=True)
     def update(self, batch: Batch) -> dict[str, float]:
@@ -280,8 +269,7 @@ class RewardModelWorker(OfflineWorker):
                 scores[0::2], scores[1::2], margin, center_rewards_coefficient=center
             )
 
-        budget = self.config.max_tokens_per_micro_batch
-        return self._step(self.accumulate_responses(batch, loss, ValueReader(), budget, unit=2))
+        return self._step(self.accumulate_responses(batch, loss, ValueReader(), unit=2))
 
     @dispatch(Dispatch.ONE_TO_ALL)
     def save(self, folder: str, tokenizer: str) -> str:

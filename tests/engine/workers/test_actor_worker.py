@@ -253,12 +253,9 @@ def test_pairs_raise_the_chosen_over_the_rejected(folder: Path) -> None:
 
 def test_pair_gradients_are_exact_and_don_t_depend_on_micro_batches(folder: Path) -> None:
     batch = training_batch(8)
-    whole, small = actor(folder), actor(folder)
+    whole, small = (actor(folder, max_tokens_per_micro_batch=budget) for budget in (10_000, 64))
     sigmoid, reader = get_pair_loss("sigmoid"), LogProbReader(1.0)
-    parts = [
-        merge(worker.accumulate_pairs(batch, sigmoid, reader, budget))
-        for worker, budget in ((whole, 10_000), (small, 40))
-    ]
+    parts = [merge(w.accumulate_pairs(batch, sigmoid, reader)) for w in (whole, small)]
     flat = [
         torch.cat([p.grad.flatten() for p in w.sharded.module.parameters() if p.grad is not None])
         for w in (whole, small)

@@ -128,10 +128,10 @@ def test_branches_of_episodes_have_the_padded_rows_gradient(folder: Path, budget
 def test_pairs_have_the_padded_rows_gradient(folder: Path) -> None:
     batch, grads = shared_prompts_batch((2, 2, 4)).rows(range(2, 8)), []
     for packing in (False, True):
-        worker = actor(folder, packing)
+        worker = actor(folder, packing, max_tokens_per_micro_batch=10_000)
         sigmoid, reader = get_pair_loss("sigmoid"), LogProbReader(1.0)
         seen = embedded(worker.sharded.module)
-        worker.accumulate_pairs(batch, sigmoid, reader, 10_000)
+        worker.accumulate_pairs(batch, sigmoid, reader)
         grads.append(flat_gradient(worker.sharded.module))
     assert seen[-1] < batch["attention_mask"].sum() - 6  # one a row, and shared prompts
     assert_same(grads[1], grads[0])
