@@ -6,8 +6,9 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from engine.batch import Batch, ConcatFuture, Future, LazyBatch, Ready
 from engine.controller.timeline import Recorder, Span
@@ -151,7 +152,7 @@ if TYPE_CHECKING:
     class TeacherGroup(TeacherWorker, AsGroup): ...
 
 
-class Roles:
+class Roles(AbstractContextManager["Roles"]):
     """All groups of a run; a context manager that closes them.
 
     The roles of this project are attributes. To a type checker `roles.actor.update` is
@@ -217,9 +218,6 @@ class Roles:
 
     def _missing(self, role: str) -> str:
         return f"no role {role!r} in this run; there are {sorted(self._groups)}"
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -7,8 +7,8 @@ in `engine.controller`, and what is sampled ahead in `rollout_modes`.
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Self
 
 from engine.batch import Batch, LazyBatch
 from engine.checkpoint import Checkpoint, Saver, open_checkpoint
@@ -38,7 +38,7 @@ OnResume = Callable[[str, int], None]  # the checkpoint's address, its step
 OnRollouts = Callable[[str, int, Batch], None]  # "train" or "validation", step, its batch
 
 
-class RLTrainer:
+class RLTrainer(AbstractContextManager["RLTrainer"]):
     """Improves the policy in `model_path` on the prompts of `loader`.
 
     A context manager: leaving it stops the workers. `on_step(step, total_steps, metrics)` is called
@@ -277,9 +277,6 @@ class RLTrainer:
         self.load_state_dict(saver.restore(checkpoint))
         self.changed_settings = changed
         self.on_resume(checkpoint.folder, self.step)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

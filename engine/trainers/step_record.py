@@ -9,8 +9,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -63,7 +64,7 @@ class StepRecord:
     error: str  # "" of one that did not
 
 
-class StepRecorder:
+class StepRecorder(AbstractContextManager["StepRecorder"]):
     """Records the steps that `debug` asks for, in `recorded/` under the folder of checkpoints.
 
     A record is a folder: `state/`, a checkpoint of what learns from just before the step, and
@@ -112,9 +113,6 @@ class StepRecorder:
             self._try(lambda: self._write(folder, failure))
         else:
             self._try(folder.remove)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Write the record of a step that failed; none of one that was pre-empted."""
