@@ -24,11 +24,7 @@ CALLS: Mapping[Any, Callable[..., Any]] = {Dir: host.folder, File: host.file}
 def task_of(
     body: str, call: Callable[..., Any] | None = None, gives: object = None, **inputs: object
 ) -> Any:
-    """Return the task of a stage; `body` is `module.function` of `engine.stages`.
-
-    call: calls the body and makes the output of its result, by default by its type. gives, inputs:
-    types of the output and of inputs that Flyte has in the place of the body's.
-    """
+    """Return the task of a stage; arguments are those of `tasks.stages.function_of`."""
     signature = interfaces.signature_of(body, TYPES, gives, **inputs)
     call = call or CALLS.get(signature.return_annotation, host.run_body)
     return stage_task(interfaces.function_of(body, call, __name__, signature))
