@@ -12,7 +12,7 @@ import math
 import tempfile
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -24,12 +24,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.config import DataConfig
+from engine.data import contract, sources
 from engine.data.cells import as_text, is_missing
-from engine.data.decontamination import HeldOut, SeenPrompts, question_text
+from engine.data.decontamination import HeldOut, SeenPrompts, question_text, without_held_out
 from engine.data.messages import FIELDS
 from engine.data.row_files import MappedRows, address_digest, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, prompt_text
-from engine.data.sources import prompt_key, rl_columns
+from engine.data.sources import Splits, prompt_key, rl_columns
 from engine.data.templates import encode_short_prompts
 from engine.errors import DataError
 from engine.storage.digests import hash_file
@@ -273,3 +274,22 @@ def prepare(
     markdown = card_markdown(config.path, digest, cards, work.notes)
     (folder / CARD).write_text(markdown, encoding="utf-8")
     return cards
+
+
+def read_splits(data: DataConfig, seed: int, say: Callable[[str], None]) -> Splits:
+    """Read the rows and check them; DataError names split, column and rows. `say` gets notes."""
+    splits = sources.load_splits(data, seed)
+    if not sources.splits_are_disjoint(data):
+        splits = without_held_out(splits, data)
+    for note in splits.notes:
+        say(f"dataset: {note}")
+    check_contract(splits)
+    return splits
+
+
+def check_contract(splits: Splits) -> None:
+    """Check every table's schema and that splits are disjoint; DataError names rows and columns."""
+    for name, frame in splits.tables().items():
+        schema = contract.SFT_PAIRS if name.startswith("sft_") else contract.RL_PROMPTS
+        contract.check(frame, schema, name)
+    contract.check_disjoint(splits.frames())

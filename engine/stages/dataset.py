@@ -24,7 +24,6 @@ from engine.data import contract, sources, templates
 from engine.data.cells import row_numbers
 from engine.data.chat_template import with_template_variables
 from engine.data.control_tokens import rows_spelling_control_tokens
-from engine.data.decontamination import without_held_out
 from engine.data.incremental_data import (
     DataFile,
     NewFiles,
@@ -33,7 +32,14 @@ from engine.data.incremental_data import (
     find_new_rows,
     sample_replay,
 )
-from engine.data.prepare import CARD, SplitCard, card_html, card_markdown
+from engine.data.prepare import (
+    CARD,
+    SplitCard,
+    card_html,
+    card_markdown,
+    check_contract,
+    read_splits,
+)
 from engine.data.sources import SPLITS, Splits
 from engine.data.tokenizer import train_tokenizer
 from engine.errors import ConfigError, DataError, LineageError, TrackingError, first_line
@@ -65,7 +71,7 @@ def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
     data, seed = settings.data, settings.seed
     recorded = settings.model_dump(mode="json", include={"data", "model_path", "seed"})
     with stage("dataset", run, recorded) as this:
-        splits = read_splits(data, seed)
+        splits = read_splits(data, seed, say)
         tokenizer = choose_tokenizer(splits, data, settings.model_path)
         facts = write_splits(this, splits, tokenizer, data, settings.context)
         say(
@@ -74,17 +80,6 @@ def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
             + f" rows; longest prompt {facts['max_prompt_length']:.0f} tokens"
         )
         return this.publish(facts)
-
-
-def read_splits(data: DataConfig, seed: int) -> Splits:
-    """Read the rows and check them; DataError names split, column and rows."""
-    splits = sources.load_splits(data, seed)
-    if not sources.splits_are_disjoint(data):
-        splits = without_held_out(splits, data)
-    for note in splits.notes:
-        say(f"dataset: {note}")
-    check_contract(splits)
-    return splits
 
 
 def write_splits(
@@ -146,14 +141,6 @@ def write_split(frame: pd.DataFrame, path: Path) -> None:
             f"{path.stem} can't be written as Parquet ({words}); give each column, and each field "
             "of its dictionaries, values of one type in all rows"
         ) from error
-
-
-def check_contract(splits: Splits) -> None:
-    """Check every table's schema and that splits are disjoint; DataError names rows and columns."""
-    for name, frame in splits.tables().items():
-        schema = contract.SFT_PAIRS if name.startswith("sft_") else contract.RL_PROMPTS
-        contract.check(frame, schema, name)
-    contract.check_disjoint(splits.frames())
 
 
 def choose_tokenizer(splits: Splits, data: DataConfig, model_path: str) -> PreTrainedTokenizerBase:

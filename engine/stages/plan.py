@@ -30,6 +30,7 @@ from engine.config import (
 )
 from engine.console import say
 from engine.data.cells import texts_of
+from engine.data.prepare import read_splits
 from engine.data.row_files import address_digest, data_files
 from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
@@ -104,9 +105,7 @@ def plan(
         say(f"plan: {line}")
     show_run(run, config, data_digest, machines, **facts)
     if host().dry_run:
-        from engine.stages.dataset import read_splits
-
-        tables = read_splits(config.data, config.seed).tables()
+        tables = read_splits(config.data, config.seed, say).tables()
         if len(tables["test"]) < min(fewest, config.data.test_size or fewest):
             say(
                 f"plan: {len(tables['test'])} test rows are less than promote.minimum_problems="

@@ -18,11 +18,11 @@ from flytekit.interaction.click_types import DateTimeType
 from engine.config import DataConfig, RetrainConfig
 from engine.data.contract import RL_PROMPTS, check
 from engine.data.incremental_data import NewFiles, NewRows, find_new_files, find_new_rows
+from engine.data.prepare import check_contract
 from engine.data.sources import load_splits
 from engine.errors import ConfigError, DataError
 from engine.stages.dataset import (
     SPLITS,
-    check_contract,
     check_kickoff,
     skip_reason,
     with_new_rows,
