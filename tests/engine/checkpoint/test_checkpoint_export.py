@@ -198,6 +198,8 @@ def test_the_command(saved: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main([str(Path(saved).parent), "--out", out, "--dry-run"]) == 0
     assert capsys.readouterr().out.startswith("dry run, nothing is written; ")
     assert not Path(out).exists()
+    assert main([saved, "--out", out, "--model", "/nowhere", "--dry-run"]) == 1
+    assert "/nowhere" in capsys.readouterr().err
     assert main([str(Path(saved).parent), "--out", out]) == 0
     assert capsys.readouterr().out == f"{out}: the policy of {saved}\n"
     assert main([saved, "--out", out]) == 1
