@@ -78,7 +78,7 @@ def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
         since = int(np.isfinite(values).argmax())
         rise, right, other = (_change(v[since:]) for v in (reward, correct, values))
         if rise and other:
-            # Of a reward that rises by far more than accuracy, noise may hide a few points.
+            # If the reward rises by far more than accuracy, a few points of accuracy may be noise.
             enough = max(0.01, right.gain / 2 if right else 0.0, min(0.05, rise.gain / 10))
             flat = other.gain + _LIKELY * other.error < enough
             rises = other.gain > max(enough, _LIKELY * other.error)

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -66,7 +66,7 @@ def check_export(
     source, folder = resolve_checkpoint(checkpoint), Folder(target)
     if is_exported(folder) or (folder.is_local and (folder.sizes() or folder.folders())):
         raise _target_exists(folder)
-    _start_model(source, read_controller_state(source).values, model)
+    _start_model(source, read_controller_state(source).values.get("policy"), model)
     return source
 
 
@@ -94,21 +94,21 @@ def resolve_checkpoint(checkpoint: str | Path) -> str:
     return newest.folder
 
 
-def _start_model(source: str, values: Mapping[str, Any], model: str | Path | None) -> str:
+def _start_model(source: str, policy: Mapping[str, object] | None, model: str | Path | None) -> str:
     """Return the start model's folder or hub id; raise for a checkpoint or a model without one."""
-    if "policy" not in values:
+    if policy is None:
         raise CheckpointError(
             f"{source} has no policy of an RL run; a warm start's model folder is the result of "
             "its stage"
         )
-    path = str(model or values["policy"]["model"])
+    path = str(model or policy["model"])
     require_model_folder(path, "the start model (--model)")
     return path
 
 
 def _load_policy(source: str, model: str | Path | None) -> tuple[PreTrainedModel, str, int]:
     values = read_controller_state(source).values
-    path = _start_model(source, values, model)
+    path = _start_model(source, values.get("policy"), model)
     saved, start = read_role_states(source, "actor"), values["policy"]
     policy = load_policy_model(path, start["dtype"], LoRAConfig.model_validate(start["lora"]))
     other = f"{source} is not of the start model {path}: {{}}; give --model the one it began with"

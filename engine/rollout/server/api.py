@@ -135,7 +135,7 @@ class OpenAIAPI:
             "ignore_eos": True,
             "logprobs": 0,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,  # beside log-probs: nothing is decoded to text
+            "return_tokens_as_token_ids": True,  # with log-probs: nothing is decoded to text
         }
 
 

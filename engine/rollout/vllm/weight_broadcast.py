@@ -54,7 +54,7 @@ class FormingStore(Store):
         super().__init__()
         self._channel = channel
 
-    def set(self, key: str, value: Any) -> None:
+    def set(self, key: str, value: str) -> None:
         self._channel.store.set(key, value)
 
     def get(self, key: str) -> bytes:

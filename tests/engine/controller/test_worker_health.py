@@ -59,7 +59,7 @@ class Drive:
         return self
 
     def serve(self, name: str, now: float) -> Drive:
-        """From STARTING to SERVING."""
+        """Bring a worker from STARTING to SERVING."""
         self.on(name, Started(), now).on(name, Synced(self.fleet.version), now)
         assert self.state(name) is HealthState.SERVING
         return self

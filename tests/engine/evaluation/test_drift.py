@@ -100,7 +100,7 @@ def test_a_good_validation_that_falls_is_drift() -> None:
 
 
 def test_a_reward_that_rises_without_accuracy_is_drift_by_a_better_validation_too() -> None:
-    """As with a bonus for format, where greedy decoding is right more often than sampling."""
+    """A bonus for format does this, and greedy decoding is right more often than sampling."""
     flat = {
         "reward__correct": curve(0.3, 0.3, seed=5),
         "validation__correct": curve(0.35, 0.35, 0.004, seed=2),

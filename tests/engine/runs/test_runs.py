@@ -128,7 +128,7 @@ def test_a_run_is_read_from_mlflow_as_from_its_folder(home: Path) -> None:
 def test_checkpoints_of_a_workflow_s_stage_are_no_run_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While it runs, MLflow has the workflow; its stage has samples beside its checkpoints."""
+    """While it runs, MLflow has the workflow; its stage has samples next to its checkpoints."""
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////nowhere/mlflow.db")
     stage = tmp_path / "checkpoints" / "rl" / "56c816b2eb47ec97"
