@@ -67,8 +67,11 @@ def evaluated(bench: Bench, audit: Path | None, name: str) -> Path:
     return Path(str(made.evaluation.path))
 
 
-def test_an_evaluation_records_the_audit_and_shows_it(bench: Bench) -> None:
+def test_an_evaluation_records_the_audit_and_shows_it(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     audit = audited(bench, rl=WEAK, evaluation=SOUND)
+    assert "the run goes on, as promote.require_reward_audit is false" in capsys.readouterr().out
     found = json.loads((audit / FILE).read_text())
     assert [found[who]["passed"] for who in ("rl", "evaluation")] == [False, True]
     assert found["rl"]["rows"] == 16
