@@ -92,19 +92,23 @@ def length_histogram(before: ArrayLike, after: ArrayLike, names: tuple[str, str]
 def curves(metrics: Mapping[str, Mapping[str, Mapping[int, float]]]) -> dict[str, str]:
     """Draw one picture a metric, by its name: the values by step of each run, over each other.
 
-    Non-finite values leave a gap; of many values the bold line is the moving mean.
+    Non-finite values leave a gap; of many values the bold line is the moving mean. A run whose
+    values equal an earlier run's is dashed, so that both colours are seen.
     """
     pictures = {}
     for number, (name, runs) in enumerate(metrics.items()):
         figure = Figure(figsize=_NARROW, facecolor="none")
         axes = figure.add_subplot()
+        drawn: list[Mapping[int, float]] = []
         for values, colour in zip(runs.values(), cycle(LINE_COLOURS)):
             steps = list(values)
             points = np.nan_to_num([*values.values()], nan=np.nan, posinf=np.nan, neginf=np.nan)
             axes.plot(steps, points, color=colour, linewidth=0.9, alpha=0.35)
             bold = smoothed(points) if len(points) > FEW else points
             alone = "o" if len(points) == 1 else None  # a line of one point is not seen
-            axes.plot(steps, bold, color=colour, linewidth=1.8, marker=alone)
+            dashes = "--" if values in drawn else "-"
+            axes.plot(steps, bold, dashes, color=colour, linewidth=1.8, marker=alone)
+            drawn.append(values)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(4))
         axes.set_xlabel("step")

@@ -53,6 +53,21 @@ def test_without_a_warm_start_rl_begins_with_the_model_as_it_is(asked: Asked) ->
     assert "warm start" not in page
 
 
+def test_a_plan_warns_of_rates_for_small_models_and_of_few_test_rows(
+    place: Place, model_folder: Callable[..., Path]
+) -> None:
+    folder = model_folder("qwen2")
+    sizes = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 1 << 19}
+    (folder / "config.json").write_text(json.dumps(sizes))  # a dry run doesn't load weights
+    config = settings(ONE_STEP, {"data": {"test_size": 8}, "sft": {"optim": {"lr": 1e-5}}})
+    command = ("run", str(WORKFLOW), "rlhf", "--model", str(folder), "--config", config)
+    outcome = place.pyflyte(*command, variables={"HYBRIDFLYTE_DRY_RUN": "1"})
+    assert outcome.code == 0, outcome.text
+    assert "plan: rl.actor.optim.lr=0.0005 suits small models from scratch" in outcome.out
+    assert "plan: sft.optim.lr" not in outcome.out
+    assert "plan: data.test_size=8 is less than promote.minimum_problems=" in outcome.out
+
+
 @pytest.mark.slow
 def test_without_a_warm_start_variables_of_the_chat_template_are_the_models(
     place: Place, model_folder: Callable[..., Path]

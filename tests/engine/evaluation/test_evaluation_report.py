@@ -125,6 +125,17 @@ def test_letters_of_a_picture_are_readable_on_a_phone(render):
     assert all(8 * 358 / width > 8.5 for width in widths)
 
 
+def test_a_curve_over_an_equal_one_is_dashed() -> None:
+    """Or the second colour would hide the first."""
+    first, other = {1: 0.1, 2: 0.4}, {1: 0.2, 2: 0.3}
+
+    def dashed(*runs: dict[int, float]) -> int:
+        picture = plots.curves({"reward": dict(zip("abc", runs, strict=False))})["reward"]
+        return len(re.findall(r"stroke-dasharray: [1-9]", picture))
+
+    assert dashed(first, other, dict(first)) == dashed(first, other, {1: 0.3, 2: 0.1}) + 1
+
+
 def test_short_responses_are_counted_in_whole_tokens(monkeypatch):
     ticks = []
     keep = lambda figure, name: ticks.extend(figure.axes[0].get_xticks()) or ""  # noqa: E731
