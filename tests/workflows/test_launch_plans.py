@@ -454,7 +454,7 @@ GPU = {"one-gpu": "nvidia.com/gpu", "8xA100": "nvidia.com/gpu", "2x8xH100": "nvi
 GPU["mi300x"] = "amd.com/gpu"
 
 
-STAGES_profiles = {"sft": sft, "rl": rl, "evaluate": evaluate, "promote": promote}
+STAGE_TASKS = {"sft": sft, "rl": rl, "evaluate": evaluate, "promote": promote}
 
 
 OWN = """
@@ -581,7 +581,7 @@ def test_stages_without_a_ray_cluster_get_a_machine(
     tmp_path: Path, stage: str, profile: str
 ) -> None:
     whole = read_profile(profile)
-    template = as_on(STAGES_profiles[stage], whole, tmp_path)
+    template = as_on(STAGE_TASKS[stage], whole, tmp_path)
     pod = MessageToDict(template.k8s_pod.pod_spec)
     container = only_container(pod, "primary")
     assert container["image"] == IMAGE

@@ -98,7 +98,7 @@ def test_classic_rlhf_and_a_reward_model_of_the_same_pairs(place: Place) -> None
     assert "hybridflyte-reward-model version 1" in alone.out
 
 
-FILE_agents = str(REPOSITORY / "workflows" / "agents.py")
+AGENTS_WORKFLOW = str(REPOSITORY / "workflows" / "agents.py")
 
 
 ALONE = str(REPOSITORY / "workflows" / "evaluate_only.py")
@@ -126,7 +126,7 @@ def tiny(recipe: str, **environment: Any) -> str:
 
 
 def run_agents(place: Place, config: str, *more: str) -> Outcome:
-    return place.invoke("run", FILE_agents, "agents", "--config", config, *more)
+    return place.invoke("run", AGENTS_WORKFLOW, "agents", "--config", config, *more)
 
 
 def episodes(outcome: Outcome) -> dict[str, dict[str, Any]]:
@@ -205,7 +205,7 @@ def test_the_other_recipes_run(new_place: Callable[[], Place], name: str) -> Non
 def run_recipe(place: Place, name: str) -> Outcome:
     """A shipped recipe as a person runs it, on two cores."""
     outcome = place.pyflyte(
-        *("run", FILE_agents, "agents", "--config", f"preset:{name}"), timeout=1800
+        *("run", AGENTS_WORKFLOW, "agents", "--config", f"preset:{name}"), timeout=1800
     )
     assert outcome.code == 0, outcome.text
     print(outcome.out)

@@ -208,7 +208,7 @@ def test_a_server_that_isn_t_there_is_said() -> None:
         make_environment("openenv", {"url": "localhost"})
 
 
-def played_shipped(environment: Any, row: Mapping[str, Any], texts: list[str]) -> list[Observation]:
+def played_row(environment: Any, row: Mapping[str, Any], texts: list[str]) -> list[Observation]:
     parser = resolve_call_parser("hermes")
 
     async def play() -> list[Observation]:
@@ -231,11 +231,11 @@ def test_arithmetic_is_answered_with_the_calculator() -> None:
     call, result, answer = product_demonstration(row)
     environment = make_environment("arithmetic", {"error_penalty": 0.25})
     texts = ["<tool_call>{</tool_call>", call["content"], answer["content"]]
-    seen = played_shipped(environment, row, texts)
+    seen = played_row(environment, row, texts)
     assert [one.reward for one in seen] == [-0.25, 0.0, 1.0]
     assert seen[1].messages[0]["content"] == result["content"] == "451634"
     assert seen[2].info == {"calls": 2, "called": True, "correct": True}
-    (wrong,) = played_shipped(environment, row, ["#### 1"])
+    (wrong,) = played_row(environment, row, ["#### 1"])
     assert (wrong.reward, wrong.done, wrong.info["called"]) == (0.0, True, False)
 
 
@@ -248,7 +248,7 @@ def test_habits_of_who_calculates_are_what_the_environment_says(habit: str) -> N
         turns = product_demonstration(row, random.Random(seed), habits)
         said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         told = [turn["content"] for turn in turns if turn["role"] == "tool"]
-        seen = played_shipped(make_environment("arithmetic"), row, said)
+        seen = played_row(make_environment("arithmetic"), row, said)
         if habit == "malformed":
             assert seen[0].messages[0]["content"].startswith("error: the call")
             continue
@@ -266,7 +266,7 @@ def test_a_number_is_guessed_by_bisection() -> None:
             turns = guessing_demonstration(row, draw, 0.5, max_turns=8)
             guesses = [turn["content"] for turn in turns if turn["role"] == "assistant"]
             answers = [turn["content"] for turn in turns if turn["role"] == "user"]
-            seen = played_shipped(environment, row, guesses)
+            seen = played_row(environment, row, guesses)
             assert [one.messages[0]["content"] for one in seen[:-1]] == answers
             assert len(seen) == len(guesses) <= 8
             if draw is None:
@@ -278,11 +278,11 @@ def test_a_number_is_guessed_by_bisection() -> None:
 def test_guessing_without_a_plan_earns_less() -> None:
     environment = make_environment("guessing", {"max_turns": 9, "turn_cost": 0.25})
     row = guessing_row("Ada", 1, 100, 50, "train", 0)
-    seen = played_shipped(environment, row, ["1"] * 8 + ["I say 50"])
+    seen = played_row(environment, row, ["1"] * 8 + ["I say 50"])
     assert [one.messages[0]["content"] for one in seen[:-1]] == ["higher"] * 8
     assert (seen[-1].reward, seen[-1].info["turns"]) == (0.5, 9)  # bisection needs 7
     assert (seen[-1].info["solved"], seen[-1].info["success"]) == (True, False)
-    seen = played_shipped(environment, row, ["what?"] + ["99"] * 8)
+    seen = played_row(environment, row, ["what?"] + ["99"] * 8)
     assert seen[0].messages[0]["content"] == "Give a number from 1 to 100."
     assert (seen[-1].reward, seen[-1].done, seen[-1].info["solved"]) == (0.0, True, False)
     with pytest.raises(EngineError, match=r"extra_info\.low"):
@@ -299,13 +299,13 @@ def test_a_program_is_corrected_by_what_its_tests_say() -> None:
     environment = make_environment("python_tasks")
     wrong = "```python\ndef add(a, b):\n    return 4\n```"
     right = "```python\ndef add(a, b):\n    return a + b\n```"
-    seen = played_shipped(environment, row, ["def add(", wrong, right])
+    seen = played_row(environment, row, ["def add(", wrong, right])
     assert [one.reward for one in seen] == [0.0, 0.5, 0.5]
     assert seen[0].messages[0]["content"].startswith("0 of 2 tests pass; these fail: 1, 2.")
     assert seen[1].messages[0]["content"].startswith("1 of 2 tests pass; these fail: 1.")
     assert (seen[2].done, seen[2].messages, seen[2].info["solved"]) == (True, (), True)
     strict = make_environment("python_tasks", {"partial": False, "max_turns": 1})
-    (seen_once,) = played_shipped(strict, row, [wrong])
+    (seen_once,) = played_row(strict, row, [wrong])
     assert (seen_once.reward, seen_once.done) == (0.0, True)
     with pytest.raises(EngineError, match=r"reward_model\.ground_truth"):
         asyncio.run(environment.reset({}))
@@ -318,12 +318,12 @@ def test_programs_of_the_demonstrations_get_the_answers_that_they_show() -> None
     for first in KINDS:
         task = ((first, 3), ("multiply by", 4))
         row = python_row(task, "train", 0)
-        (right,) = played_shipped(environment, row, [program_text(task)])
+        (right,) = played_row(environment, row, [program_text(task)])
         assert (right.reward, right.done) == (1.0, True)
         turns = python_demonstration(task, draw, 1.0, 1.0, 1.0)
         said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         told = [turn["content"] for turn in turns if turn["role"] == "user"]
-        seen = played_shipped(environment, row, said)
+        seen = played_row(environment, row, said)
         assert [one.messages[0]["content"] for one in seen[:-1]] == told
         assert seen[-1].reward == 1.0
         corrected += len(told)

@@ -321,22 +321,22 @@ def test_rows_of_episodes_attend_to_all_and_learn_from_what_was_sampled(table: T
         assert positions == list(range(len(positions)))
 
 
-ROWS_groups, N = arithmetic_rows(4), 2
+GROUP_ROWS, N = arithmetic_rows(4), 2
 
 
 TOKENS = ("responses", "response_mask", "token_versions", "environment_rewards", "truncated")
 
 
 @pytest.fixture
-def model_groups(tiny_folder: Path) -> torch.nn.Module:
+def group_model(tiny_folder: Path) -> torch.nn.Module:
     return AutoModelForCausalLM.from_pretrained(tiny_folder).double().eval()
 
 
 class Hall:
     """Opens groups of episodes over one model."""
 
-    def __init__(self, model_groups: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.engine, self.tokenizer = NativeEngine(model_groups, max_model_len=64), tokenizer
+    def __init__(self, group_model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.engine, self.tokenizer = NativeEngine(group_model, max_model_len=64), tokenizer
         self.opened: list[Environments] = []
 
     def groups(
@@ -359,14 +359,14 @@ class Hall:
         )
 
     def prompts(self, keys: list[int]) -> Batch:
-        rows = [ROWS_groups[key] for key in keys]
+        rows = [GROUP_ROWS[key] for key in keys]
         ids = encode_prompts(self.tokenizer, [row["prompt"] for row in rows], "rows")
         return collate_prompts(rows, ids) | {"group_ids": torch.tensor(keys)}
 
 
 @pytest.fixture
-def hall(model_groups: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> Any:
-    subject = Hall(model_groups, tokenizer)
+def hall(group_model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> Any:
+    subject = Hall(group_model, tokenizer)
     yield subject
     for environments in subject.opened:
         environments.close()
@@ -388,7 +388,7 @@ def assert_same(found: dict[int, Batch], wanted: dict[int, Batch]) -> None:
 
 
 def test_tokens_carry_the_version_of_the_weights_that_drew_them(
-    hall: Hall, model_groups: torch.nn.Module, tiny_folder: Path
+    hall: Hall, group_model: torch.nn.Module, tiny_folder: Path
 ) -> None:
     groups = hall.groups(DigitGame)
     groups.submit(hall.prompts([0, 1, 2, 3]))
@@ -398,10 +398,10 @@ def test_tokens_carry_the_version_of_the_weights_that_drew_them(
         for _ in range(4):
             found |= {int(group["group_ids"][0]): group for group in groups.step()}
         with torch.no_grad():
-            for parameter in model_groups.parameters():
+            for parameter in group_model.parameters():
                 parameter.mul_(1.1)
         twin = AutoModelForCausalLM.from_pretrained(tiny_folder).double().eval()
-        twin.load_state_dict(model_groups.state_dict())
+        twin.load_state_dict(group_model.state_dict())
         models.append(twin)
         groups.update_weights(version)
         assert groups.version == version
@@ -474,7 +474,7 @@ def test_episodes_go_on_in_another_process_from_their_checkpoint(hall: Hall, ste
         restored = [PartialEpisodes.from_tree(trees[str(key)]) for key in keys]
         second.submit(with_partial_groups(hall.prompts(keys), restored))
     assert_same(finish(second, dict(found)), expected)
-    assert len(SavedGame.resets) == len(ROWS_groups) * N  # none was begun twice
+    assert len(SavedGame.resets) == len(GROUP_ROWS) * N  # none was begun twice
     turns = sum(int(group.columns["episode_turns"].sum()) for group in expected.values())
     assert NotedGame.steps == turns
     assert asked <= turns

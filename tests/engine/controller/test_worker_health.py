@@ -263,7 +263,7 @@ def test_check_sees_what_is_broken() -> None:
             check_fleet(broken)
 
 
-POLICY_properties = HealthPolicy(
+PATIENT = HealthPolicy(
     suspect_after=5, dead_after=20, start_timeout=50, sync_timeout=30, max_restarts=3, window=100
 )
 
@@ -290,7 +290,7 @@ def test_invariants_hold_in_any_order_of_events(
     events: list[tuple[Any, str, int, float]], max_lag: int
 ) -> None:
     fleet, now, asked = (
-        Fleet.start("abc", 0.0, POLICY_properties, max_lag, version=7),
+        Fleet.start("abc", 0.0, PATIENT, max_lag, version=7),
         0.0,
         Counter[Action](),
     )
@@ -351,7 +351,7 @@ class Cluster:
     def __init__(self, seed: int, staleness: int, faults: float, calm: float) -> None:
         self.random, self.now, self.faults, self.calm = random.Random(seed), 0.0, faults, calm
         names = [f"w{i}" for i in range(self.random.randint(1, 4))]
-        policy = replace(POLICY_properties, max_restarts=6, sync_timeout=15)
+        policy = replace(PATIENT, max_restarts=6, sync_timeout=15)
         self.fleet = Fleet.start(names, 0.0, policy, max_lag=staleness)
         self.state = Admission(AdmissionLimits(batch=3, staleness=staleness, steps=10))
         self.processes = {(name, 0): self.spawn() for name in names}

@@ -273,7 +273,7 @@ def test_bounds_that_hold_nothing_are_refused(values: dict[str, Any], message: s
         SamplingConfig.model_validate(values)
 
 
-def frame_loader(size: int) -> pd.DataFrame:
+def loader_frame(size: int) -> pd.DataFrame:
     return pd.DataFrame({"prompt": [f"p{i}" for i in range(size)], "row": range(size)})
 
 
@@ -288,7 +288,7 @@ def write(path: Path, rows: list[dict[str, object]]) -> Path:
 
 @given(size=st.integers(1, 30), batch=st.integers(1, 40), seed=st.integers(0, 9))
 def test_every_row_comes_once_an_epoch_in_full_batches(size: int, batch: int, seed: int) -> None:
-    loader = PromptLoader(frame_loader(size), batch, seed)
+    loader = PromptLoader(loader_frame(size), batch, seed)
     batches = [loader.next_batch() for _ in range(3 * size)]
     assert {len(b) for b in batches} == {min(batch, size)}
     rows = [row["row"] for b in batches for row in b]
@@ -302,29 +302,29 @@ def test_every_row_comes_once_an_epoch_in_full_batches(size: int, batch: int, se
     seen=st.integers(0, 20),
     shuffle=st.booleans(),
 )
-def test_a_resumed_loader_goes_on_exactly_loader(
+def test_a_loader_resumed_anywhere_goes_on_exactly(
     size: int, batch: int, seen: int, shuffle: bool
 ) -> None:
-    whole = PromptLoader(frame_loader(size), batch, 1, shuffle)
+    whole = PromptLoader(loader_frame(size), batch, 1, shuffle)
     take(whole, seen)
     state = json.loads(json.dumps(whole.state_dict()))
-    resumed = PromptLoader(frame_loader(size), batch, 1, shuffle)
+    resumed = PromptLoader(loader_frame(size), batch, 1, shuffle)
     resumed.load_state_dict(state)
     assert take(resumed, 12) == take(whole, 12)
     assert resumed.state_dict() == whole.state_dict()
 
 
 def test_epochs_and_seeds_differ_and_shuffling_can_be_off() -> None:
-    loader = PromptLoader(frame_loader(50), 50, 0)
+    loader = PromptLoader(loader_frame(50), 50, 0)
     first, second = take(loader, 1), take(loader, 1)
     assert first != second
     assert loader.epoch == 2
-    assert take(PromptLoader(frame_loader(50), 50, 1), 1) != first
-    assert take(PromptLoader(frame_loader(50), 20, 0, shuffle=False), 3) == [*range(50), *range(10)]
+    assert take(PromptLoader(loader_frame(50), 50, 1), 1) != first
+    assert take(PromptLoader(loader_frame(50), 20, 0, shuffle=False), 3) == [*range(50), *range(10)]
 
 
 def test_changing_a_given_row_leaves_the_data_alone() -> None:
-    loader = PromptLoader(frame_loader(1), 1, 0)
+    loader = PromptLoader(loader_frame(1), 1, 0)
     loader.next_batch()[0]["row"] = 99
     assert loader.next_batch()[0]["row"] == 0
 
@@ -332,29 +332,29 @@ def test_changing_a_given_row_leaves_the_data_alone() -> None:
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        (PromptLoader(frame_loader(9), 2, 0), "rows"),
-        (PromptLoader(frame_loader(8), 2, 5), "seed"),
-        (PromptLoader(frame_loader(8), 2, 0, shuffle=False), "shuffle"),
-        (PromptLoader(frame_loader(8).iloc[::-1], 2, 0), "digest"),
+        (PromptLoader(loader_frame(9), 2, 0), "rows"),
+        (PromptLoader(loader_frame(8), 2, 5), "seed"),
+        (PromptLoader(loader_frame(8), 2, 0, shuffle=False), "shuffle"),
+        (PromptLoader(loader_frame(8).iloc[::-1], 2, 0), "digest"),
     ],
 )
 def test_a_state_of_other_data_is_refused(other: PromptLoader, named: str) -> None:
-    loader = PromptLoader(frame_loader(8), 2, 0)
+    loader = PromptLoader(loader_frame(8), 2, 0)
     with pytest.raises(DataError, match=f"{named} is"):
         loader.load_state_dict(other.state_dict())
 
 
 def test_a_damaged_state_is_refused() -> None:
-    loader = PromptLoader(frame_loader(8), 2, 0)
+    loader = PromptLoader(loader_frame(8), 2, 0)
     with pytest.raises(DataError, match="position 8 of 8"):
         loader.load_state_dict({**loader.state_dict(), "position": 8})
 
 
 def test_no_rows_and_no_batch_size_are_refused() -> None:
     with pytest.raises(DataError, match="no rows"):
-        PromptLoader(frame_loader(0), 2, 0)
+        PromptLoader(loader_frame(0), 2, 0)
     with pytest.raises(ConfigError, match="batch_size=0"):
-        PromptLoader(frame_loader(2), 0, 0)
+        PromptLoader(loader_frame(2), 0, 0)
 
 
 def test_a_users_file_becomes_rows_of_the_contract(tmp_path: Path) -> None:

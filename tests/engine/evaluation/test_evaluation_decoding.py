@@ -335,7 +335,7 @@ def test_two_ranks_share_a_copy(tmp_path: Path) -> None:
     assert first == second == alone(folder, prompts(5))
 
 
-def table_ranks(folder: Path, **settings: Any) -> pd.DataFrame:
+def table_by_ranks(folder: Path, **settings: Any) -> pd.DataFrame:
     config = EvaluateConfig.model_validate({"k": 2, "samples": 3, **settings})
     done: list[int] = []
     rows = evaluate_model(
@@ -354,9 +354,9 @@ def table_ranks(folder: Path, **settings: Any) -> pd.DataFrame:
 
 @pytest.mark.slow
 def test_ranks_of_ray_make_the_same_table(tiny_folder: Path, ray_cluster: None) -> None:
-    wanted = table_ranks(tiny_folder)
+    wanted = table_by_ranks(tiny_folder)
     for parallel in ({"dp": 3}, {"tp": 2}):
-        pd.testing.assert_frame_equal(table_ranks(tiny_folder, parallel=parallel), wanted)
+        pd.testing.assert_frame_equal(table_by_ranks(tiny_folder, parallel=parallel), wanted)
 
 
 @pytest.mark.slow
@@ -364,10 +364,10 @@ def test_a_share_that_fails_or_dies_ends_the_evaluation_with_its_cause(
     tiny_folder: Path, ray_cluster: None
 ) -> None:
     with pytest.raises(RolloutError, match="the second share can't be decoded") as raised:
-        table_ranks(tiny_folder, parallel={"dp": 2}, engine="failing_engines:Refusing")
+        table_by_ranks(tiny_folder, parallel={"dp": 2}, engine="failing_engines:Refusing")
     assert "evaluation rank 1: answer" in "".join(raised.value.__notes__)
     with pytest.raises(WorkerError, match=r"evaluation rank 1: answer.*died"):
-        table_ranks(tiny_folder, parallel={"dp": 2}, engine="failing_engines:Dying")
+        table_by_ranks(tiny_folder, parallel={"dp": 2}, engine="failing_engines:Dying")
 
 
 def shape(tmp_path: Path, **sizes: int) -> Any:

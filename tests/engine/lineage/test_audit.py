@@ -228,7 +228,7 @@ CHAMPION = f"models:/{NAME}@champion"
 
 
 @pytest.fixture
-def run_lineage(
+def registered_run(
     tmp_path: Path, mlflow_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Run]:
     shutil.copy(mlflow_store, tmp_path / "mlflow.db")
@@ -257,18 +257,18 @@ def copy_of(tracker: Tracker) -> Path:
     return Path(champion.source.removeprefix("file://"))
 
 
-def faults_lineage(reference: str | Path) -> list[str]:
+def version_faults(reference: str | Path) -> list[str]:
     return [finding.text for finding in audit(review([str(reference)])).faults]
 
 
-def test_a_version_leads_to_its_artifact_and_back(run_lineage: Run, capsys) -> None:
+def test_a_version_leads_to_its_artifact_and_back(registered_run: Run, capsys) -> None:
     found = review([CHAMPION])
     assert found.summary == (
         "6 nodes: 1 dataset, 1 evaluation, 1 model version, 1 rl, 1 sft, 1 source"
     )
     (version,) = found.starts
     assert version.label == f"{NAME} version 1"
-    back = review([str(run_lineage.rl)])
+    back = review([str(registered_run.rl)])
     (again,) = [n for n in back.graph.nodes.values() if n.kind == "model_version"]
     assert again == version
     assert again.facts["aliases"] == "champion"
@@ -276,73 +276,73 @@ def test_a_version_leads_to_its_artifact_and_back(run_lineage: Run, capsys) -> N
     assert capsys.readouterr().out.startswith(f"{NAME} version 1")
 
 
-def test_an_untouched_version_verifies(run_lineage: Run) -> None:
-    assert faults_lineage(CHAMPION) == []
+def test_an_untouched_version_verifies(registered_run: Run) -> None:
+    assert version_faults(CHAMPION) == []
 
 
-def test_an_edit_of_the_tips_manifest_shows_by_the_versions_tag(run_lineage: Run) -> None:
-    shutil.rmtree(run_lineage.evaluation)
-    edit(run_lineage.rl, metrics={"reward": 1.0})
-    (fault,) = faults_lineage(CHAMPION)
+def test_an_edit_of_the_tips_manifest_shows_by_the_versions_tag(registered_run: Run) -> None:
+    shutil.rmtree(registered_run.evaluation)
+    edit(registered_run.rl, metrics={"reward": 1.0})
+    (fault,) = version_faults(CHAMPION)
     assert f"where {NAME} version 1 recorded" in fault
-    (same,) = [f.text for f in audit(review([str(run_lineage.rl)], descendants=False)).faults]
+    (same,) = [f.text for f in audit(review([str(registered_run.rl)], descendants=False)).faults]
     assert same == fault
 
 
-def test_the_copy_that_is_served_is_checked(run_lineage: Run) -> None:
+def test_the_copy_that_is_served_is_checked(registered_run: Run) -> None:
     copy = copy_of(Tracker())
     (copy / "content.txt").write_text("poisoned")
-    (fault,) = faults_lineage(CHAMPION)
+    (fault,) = version_faults(CHAMPION)
     assert "MLflow's copy" in fault
     assert "content.txt differs" in fault
 
 
-def test_a_copy_replaced_by_another_whole_artifact(run_lineage: Run, tmp_path: Path) -> None:
+def test_a_copy_replaced_by_another_whole_artifact(registered_run: Run, tmp_path: Path) -> None:
     copy = copy_of(Tracker())
     shutil.rmtree(copy)
-    shutil.copytree(run_lineage.sft, copy)
-    found = " ".join(faults_lineage(CHAMPION))
+    shutil.copytree(registered_run.sft, copy)
+    found = " ".join(version_faults(CHAMPION))
     assert f"where its tag {ARTIFACT_TAG} says" in found
     assert f"where its tag {MANIFEST_TAG} says" in found
 
 
-def test_a_version_whose_artifact_is_gone_resolves_to_mlflows_copy(run_lineage: Run) -> None:
-    shutil.rmtree(run_lineage.rl)
+def test_a_version_whose_artifact_is_gone_resolves_to_mlflows_copy(registered_run: Run) -> None:
+    shutil.rmtree(registered_run.rl)
     found = review([CHAMPION])
     (artifact,) = [n for n in found.graph.nodes.values() if n.kind == "rl"]
     assert artifact.uri == str(copy_of(Tracker()))
     assert audit(found).faults == ()
 
 
-def test_a_tip_that_only_its_run_vouches_for(run_lineage: Run) -> None:
+def test_a_tip_that_only_its_run_vouches_for(registered_run: Run) -> None:
     tracker = Tracker()
-    manifest = read_manifest(run_lineage.evaluation)
+    manifest = read_manifest(registered_run.evaluation)
     with tracker.stage("evaluation") as stage:
         stage.set_tags({ARTIFACT_TAG: manifest.digest, MANIFEST_TAG: manifest.own_digest})
-    found = audit(review([str(run_lineage.evaluation)], descendants=False))
+    found = audit(review([str(registered_run.evaluation)], descendants=False))
     assert (found.faults, found.notes) == ((), ())
-    edit(run_lineage.evaluation, metrics={"gain": 0.9})
-    (fault,) = faults_lineage(run_lineage.evaluation)
+    edit(registered_run.evaluation, metrics={"gain": 0.9})
+    (fault,) = version_faults(registered_run.evaluation)
     assert "where its run recorded" in fault
 
 
-def test_a_version_whose_files_lie_in_another_kind_of_store_is_found(run_lineage: Run) -> None:
+def test_a_version_whose_files_lie_in_another_kind_of_store_is_found(registered_run: Run) -> None:
     """A tracking server's own addresses, as mlflow-artifacts:/…, are no store of ours."""
     tracker = Tracker()
-    manifest = read_manifest(run_lineage.sft)
+    manifest = read_manifest(registered_run.sft)
     with tracker.stage("sft") as stage:
         tracker.client.create_registered_model("served")
         tracker.client.create_model_version(
             "served",
             "mlflow-artifacts:/7/0123/artifacts/models/4567",
             run_id=stage.run_id,
-            tags={ARTIFACT_TAG: manifest.digest, "artifact_uri": str(run_lineage.sft)},
+            tags={ARTIFACT_TAG: manifest.digest, "artifact_uri": str(registered_run.sft)},
         )
     found = review(["models:/served/1"])
     assert {node.kind for node in found.graph.nodes.values()} >= {"sft", "dataset", "evaluation"}
 
 
-def test_a_version_without_tags_is_a_sentence(run_lineage: Run) -> None:
+def test_a_version_without_tags_is_a_sentence(registered_run: Run) -> None:
     tracker = Tracker()
     with tracker.stage("other") as stage:
         tracker.client.create_registered_model("bare")
@@ -352,15 +352,15 @@ def test_a_version_without_tags_is_a_sentence(run_lineage: Run) -> None:
 
 
 def test_a_registry_that_does_not_answer_is_a_note(
-    run_lineage: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    registered_run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     (tmp_path / "broken.db").write_text("not a database, " * 100)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'broken.db'}")
-    assert main(["show", str(run_lineage.rl)]) == 0
+    assert main(["show", str(registered_run.rl)]) == 0
     done = capsys.readouterr()
     assert "model versions and what runs recorded are not looked at" in done.err
     assert "evaluation" in done.out
-    assert main(["show", str(run_lineage.rl), "--no-registry"]) == 0
+    assert main(["show", str(registered_run.rl), "--no-registry"]) == 0
     assert capsys.readouterr().err == ""
     assert main(["show", CHAMPION, "--no-registry"]) == 1
 
@@ -372,39 +372,39 @@ def record_run(artifact: Path) -> None:
         stage.set_tags({ARTIFACT_TAG: manifest.digest, MANIFEST_TAG: manifest.own_digest})
 
 
-def test_an_artifact_that_was_lost_and_made_again_is_noted(run_lineage: Run) -> None:
-    edit(run_lineage.dataset, metrics={"seconds": 3.0})  # the same content, another manifest
-    (fault,) = faults_lineage(CHAMPION)
+def test_an_artifact_that_was_lost_and_made_again_is_noted(registered_run: Run) -> None:
+    edit(registered_run.dataset, metrics={"seconds": 3.0})  # the same content, another manifest
+    (fault,) = version_faults(CHAMPION)
     assert "or the artifact was made again" in fault
-    record_run(run_lineage.dataset)
+    record_run(registered_run.dataset)
     found = audit(review([CHAMPION]))
     assert found.faults == ()
     assert any("was made again after what came of it" in note.text for note in found.notes)
 
 
-def test_an_edit_after_it_was_made_again_is_a_fault(run_lineage: Run) -> None:
-    edit(run_lineage.dataset, metrics={"seconds": 3.0})
-    record_run(run_lineage.dataset)
-    edit(run_lineage.dataset, metrics={"seconds": 4.0})
+def test_an_edit_after_it_was_made_again_is_a_fault(registered_run: Run) -> None:
+    edit(registered_run.dataset, metrics={"seconds": 3.0})
+    record_run(registered_run.dataset)
+    edit(registered_run.dataset, metrics={"seconds": 4.0})
     assert any(
-        "its parents, configuration or metrics were edited" in f for f in faults_lineage(CHAMPION)
+        "its parents, configuration or metrics were edited" in f for f in version_faults(CHAMPION)
     )
 
 
-def test_other_content_is_never_taken_for_made_again(run_lineage: Run) -> None:
-    (run_lineage.dataset / "content.txt").write_text("poison")
-    record_run(run_lineage.dataset)
-    assert any("content.txt differs" in fault for fault in faults_lineage(CHAMPION))
+def test_other_content_is_never_taken_for_made_again(registered_run: Run) -> None:
+    (registered_run.dataset / "content.txt").write_text("poison")
+    record_run(registered_run.dataset)
+    assert any("content.txt differs" in fault for fault in version_faults(CHAMPION))
 
 
 def test_without_mlflow_s_word_it_stays_a_fault(
-    run_lineage: Run, monkeypatch: pytest.MonkeyPatch
+    registered_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    edit(run_lineage.dataset, metrics={"seconds": 3.0})
-    record_run(run_lineage.dataset)
+    edit(registered_run.dataset, metrics={"seconds": 3.0})
+    record_run(registered_run.dataset)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     assert any(
-        "or the artifact was made again" in fault for fault in faults_lineage(run_lineage.rl)
+        "or the artifact was made again" in fault for fault in version_faults(registered_run.rl)
     )
 
 
@@ -421,7 +421,7 @@ def bucket() -> Iterator[Any]:
 
 
 @pytest.fixture
-def run_s3(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+def bucket_run(bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A run whose artifacts are in the bucket alone."""
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
@@ -438,48 +438,49 @@ def remote(path: Path) -> str:
     return f"{STORE}/{path.parent.name}/{path.name}"
 
 
-def test_relatives_are_found_in_the_bucket(run_s3: Run) -> None:
-    found = review([remote(run_s3.rl)], registry=False)
+def test_relatives_are_found_in_the_bucket(bucket_run: Run) -> None:
+    found = review([remote(bucket_run.rl)], registry=False)
     assert found.index.roots == (STORE,)
     assert found.summary == "5 nodes: 1 dataset, 1 evaluation, 1 rl, 1 sft, 1 source"
     assert {n.uri for n in found.graph.nodes.values() if n.manifest} == {
-        remote(p) for p in (run_s3.dataset, run_s3.sft, run_s3.rl, run_s3.evaluation)
+        remote(p)
+        for p in (bucket_run.dataset, bucket_run.sft, bucket_run.rl, bucket_run.evaluation)
     }
     assert not os.path.exists(home())
 
 
-def test_a_store_may_be_any_prefix(run_s3: Run) -> None:
-    found = review([str(run_s3.raw)], ["s3://lineage"], registry=False)
+def test_a_store_may_be_any_prefix(bucket_run: Run) -> None:
+    found = review([str(bucket_run.raw)], ["s3://lineage"], registry=False)
     assert len(found.graph.nodes) == 5
     with pytest.raises(LineageError, match=r"no artifact was made from it in s3://lineage/none"):
-        review([str(run_s3.raw)], ["s3://lineage/none"], registry=False)
+        review([str(bucket_run.raw)], ["s3://lineage/none"], registry=False)
 
 
-def test_verify_reads_the_bucket_and_not_a_copy(run_s3: Run, bucket: Any, capsys) -> None:
-    assert verify(remote(run_s3.rl)).digest == read_manifest(remote(run_s3.rl)).digest
-    assert main(["verify", remote(run_s3.rl)]) == 0
-    bucket.pipe(f"{remote(run_s3.sft)}/content.txt", b"poisoned")
-    bucket.pipe(f"{remote(run_s3.dataset)}/more.txt", b"")
-    assert main(["verify", remote(run_s3.rl)]) == 1
+def test_verify_reads_the_bucket_and_not_a_copy(bucket_run: Run, bucket: Any, capsys) -> None:
+    assert verify(remote(bucket_run.rl)).digest == read_manifest(remote(bucket_run.rl)).digest
+    assert main(["verify", remote(bucket_run.rl)]) == 0
+    bucket.pipe(f"{remote(bucket_run.sft)}/content.txt", b"poisoned")
+    bucket.pipe(f"{remote(bucket_run.dataset)}/more.txt", b"")
+    assert main(["verify", remote(bucket_run.rl)]) == 1
     said = capsys.readouterr().err
     assert "content.txt differs" in said
     assert "more.txt is in the folder but not in the manifest" in said
 
 
-def test_an_edited_manifest_in_the_bucket(run_s3: Run, bucket: Any, capsys) -> None:
-    where = f"{remote(run_s3.sft)}/manifest.json"
+def test_an_edited_manifest_in_the_bucket(bucket_run: Run, bucket: Any, capsys) -> None:
+    where = f"{remote(bucket_run.sft)}/manifest.json"
     bucket.pipe(where, bucket.cat_file(where).replace(b"0.5", b"0.1"))
-    assert main(["verify", remote(run_s3.rl)]) == 1
+    assert main(["verify", remote(bucket_run.rl)]) == 1
     assert "its parents, configuration or metrics were edited" in capsys.readouterr().err
 
 
-def test_a_removed_parent_in_the_bucket(run_s3: Run, bucket: Any, capsys) -> None:
-    bucket.rm(remote(run_s3.sft), recursive=True)
-    assert main(["verify", remote(run_s3.rl)]) == 1
+def test_a_removed_parent_in_the_bucket(bucket_run: Run, bucket: Any, capsys) -> None:
+    bucket.rm(remote(bucket_run.sft), recursive=True)
+    assert main(["verify", remote(bucket_run.rl)]) == 1
     assert "sft" in capsys.readouterr().err
 
 
-def test_remote_hashes_equal_local_ones(bucket: Any, run_s3: Run, tmp_path: Path) -> None:
+def test_remote_hashes_equal_local_ones(bucket: Any, bucket_run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "big"
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "weights.bin").write_bytes(os.urandom(9 << 20))
@@ -490,8 +491,8 @@ def test_remote_hashes_equal_local_ones(bucket: Any, run_s3: Run, tmp_path: Path
     assert found["deep/weights.bin"].sha256 == hash_file(folder / "deep" / "weights.bin")
 
 
-def test_checkpoints_in_the_bucket_lead_to_their_parents(run_s3: Run, capsys) -> None:
-    manifest = read_manifest(remote(run_s3.rl))
+def test_checkpoints_in_the_bucket_lead_to_their_parents(bucket_run: Run, capsys) -> None:
+    manifest = read_manifest(remote(bucket_run.rl))
     root = "s3://lineage/checkpoints"
     write_origin(root, Draft(kind="rl", parents=manifest.parents, config=manifest.config))
     store = CheckpointStore(root)
@@ -505,7 +506,7 @@ def test_checkpoints_in_the_bucket_lead_to_their_parents(run_s3: Run, capsys) ->
     assert main(["verify", folder, "--store", "s3://lineage"]) == 0
 
 
-def test_what_is_not_there_and_who_may_not_read_it_are_sentences(run_s3: Run, capsys) -> None:
+def test_what_is_not_there_and_who_may_not_read_it_are_sentences(bucket_run: Run, capsys) -> None:
     with pytest.raises(LineageError, match="does not exist; check the address"):
         hash_files("s3://lineage/none")
     assert main(["show", "s3://lineage/none"]) == 1

@@ -357,14 +357,14 @@ def test_llama_families_keep_their_fast_path_with_adapters() -> None:
 FROM_FOLDER = LoRAConfig(from_folder=True)
 
 
-def log_probs_continued(model: PreTrainedModel | BaseModelView) -> Tensor:
+def adapter_log_probs(model: PreTrainedModel | BaseModelView) -> Tensor:
     return response_log_probs(model, completions_batch(*random_completions(5)), 1.0)
 
 
 def train(model: PreTrainedModel, steps: int = 3) -> None:
     optimizer = Optimizer(model, OptimConfig(lr=3e-2), steps)
     for _ in range(steps):
-        (-log_probs_continued(model).mean()).backward()
+        (-adapter_log_probs(model).mean()).backward()
         optimizer.step()
 
 
@@ -387,9 +387,9 @@ def test_training_goes_on_with_the_same_adapters_on_the_same_base(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert {n for n, p in second.named_parameters() if p.requires_grad} == set(theirs)
     with torch.no_grad():
-        assert torch.equal(log_probs_continued(second), log_probs_continued(first))
+        assert torch.equal(adapter_log_probs(second), adapter_log_probs(first))
         assert torch.equal(
-            log_probs_continued(BaseModelView(second)), log_probs_continued(load_model(tiny_folder))
+            adapter_log_probs(BaseModelView(second)), adapter_log_probs(load_model(tiny_folder))
         )
     train(second)
     assert not any(torch.equal(ours[name], theirs[name]) for name in ours if ".lora_B." in name)
@@ -399,7 +399,7 @@ def test_training_goes_on_with_the_same_adapters_on_the_same_base(
     assert config["base_model_name_or_path"] == str(tiny_folder)
     peft = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "second/adapter").eval()
     with torch.no_grad():
-        assert torch.equal(log_probs_continued(peft.base_model.model), log_probs_continued(second))
+        assert torch.equal(adapter_log_probs(peft.base_model.model), adapter_log_probs(second))
 
 
 def test_without_it_the_folder_is_merged(first: PreTrainedModel, tmp_path: Path) -> None:
@@ -413,7 +413,7 @@ def test_without_it_the_folder_is_merged(first: PreTrainedModel, tmp_path: Path)
     with torch.no_grad():
         for model in (merged, fresh, BaseModelView(fresh)):
             torch.testing.assert_close(
-                log_probs_continued(model), log_probs_continued(first), atol=1e-4, rtol=0
+                adapter_log_probs(model), adapter_log_probs(first), atol=1e-4, rtol=0
             )
 
 
@@ -442,12 +442,12 @@ def test_a_regex_of_target_modules_stays_one(
     assert json.loads((saved / "adapter_config.json").read_text())["target_modules"] == regex
     with torch.no_grad():
         assert torch.equal(
-            log_probs_continued(load_policy_model(saved, "float32", FROM_FOLDER)),
-            log_probs_continued(first),
+            adapter_log_probs(load_policy_model(saved, "float32", FROM_FOLDER)),
+            adapter_log_probs(first),
         )
         merged = load_policy_model(saved, "float32")
         torch.testing.assert_close(
-            log_probs_continued(merged), log_probs_continued(first), atol=1e-4, rtol=0
+            adapter_log_probs(merged), adapter_log_probs(first), atol=1e-4, rtol=0
         )
 
 
@@ -455,9 +455,9 @@ def test_dropout_is_the_run_s(first: PreTrainedModel, tmp_path: Path) -> None:
     lora = LoRAConfig(from_folder=True, dropout=0.5)
     model = load_policy_model(tmp_path / "first/adapter", "float32", lora)
     with torch.no_grad():
-        quiet = log_probs_continued(model)
-        assert torch.equal(quiet, log_probs_continued(first))
-        assert not torch.equal(log_probs_continued(model.train()), quiet)
+        quiet = adapter_log_probs(model)
+        assert torch.equal(quiet, adapter_log_probs(first))
+        assert not torch.equal(adapter_log_probs(model.train()), quiet)
 
 
 def test_a_plain_folder_has_no_adapters(tiny_folder: Path, tmp_path: Path) -> None:

@@ -33,14 +33,13 @@ from torch.distributed.tensor.parallel import (
 
 from engine.config import OptimConfig, ParallelConfig
 from engine.errors import ConfigError
-from engine.parallel import fsdp, gradients
+from engine.parallel import fsdp, gradients, shard_maps
 from engine.parallel import module_shards as full
 from engine.parallel.layout import DATA_AXES, Layout, RolloutLayout
 from engine.parallel.module_shards import local_tensor
 from engine.parallel.process_groups import Ranks
 from engine.parallel.reshard import AllToAll, Bucket, ReshardPlan, make_all_to_alls, plan_reshard
 from engine.parallel.shard_maps import Box, ShardedParameter, ShardMap
-from engine.parallel.shard_maps import Shard as Shard_comm
 from engine.runtime.optimizer import Optimizer
 
 SHAPES = [(7, 5), (3,), (5, 7), (1, 1), (40,), (2, 3)]
@@ -409,8 +408,8 @@ def sent_to(
 def halves(dtype: torch.dtype, elements: int = 64) -> ReshardPlan:
     """Each of two ranks has half of a parameter and is to have all."""
     half = elements // 2
-    source = tuple(Shard_comm(Box((half * r,), (half,)), (0,), (r,)) for r in range(2))
-    target = (Shard_comm(Box((0,), (elements,)), (0,), (0, 1)),)
+    source = tuple(shard_maps.Shard(Box((half * r,), (half,)), (0,), (r,)) for r in range(2))
+    target = (shard_maps.Shard(Box((0,), (elements,)), (0,), (0, 1)),)
     shape = (elements,)
     return plan_reshard(
         ShardMap(2, {"w": ShardedParameter(shape, "w", source)}, {}),

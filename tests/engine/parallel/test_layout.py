@@ -29,7 +29,7 @@ from reshard_cases import (
     training_shard_map,
     view,
 )
-from reshard_cases import layouts as layouts_reshard
+from reshard_cases import layouts as reshard_layouts
 from thorough import and_slow
 from tiny_engine import tiny_model
 
@@ -265,7 +265,7 @@ def between(
 
 
 @SLOW
-@given(layouts_reshard(most=32), st.data())
+@given(reshard_layouts(most=32), st.data())
 def test_traffic_is_hybridflow_s_formula_and_nothing_is_held_twice(
     layout: Layout, data: st.DataObject
 ) -> None:

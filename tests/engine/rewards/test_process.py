@@ -32,7 +32,6 @@ from engine.rewards import (
 )
 from engine.rewards.answers import answer_match
 from engine.rewards.calls import RewardPool, RewardProcess, RewardRows
-from engine.rewards.calls import RewardThreads as RewardThreads_runner
 
 MODULE = '''
 import ctypes, os, random, re, subprocess, sys, time
@@ -349,14 +348,12 @@ def test_a_reward_that_raises_keeps_its_process(pool: RewardPool) -> None:
 COLUMNS = {"ground_truth": ["1", "2", "3"]}
 
 
-def run_runner(
+def scores_of(
     reward: Any, timeout_s: float = 5.0, columns: dict[str, list[Any]] | None = None
 ) -> Any:
     """One strict call on three completions; their scores."""
     texts = ["a", "bb", "ccc"]
-    scores = calls.score(
-        RewardThreads_runner(reward), ["p"] * 3, texts, columns or COLUMNS, timeout_s
-    )
+    scores = calls.score(RewardThreads(reward), ["p"] * 3, texts, columns or COLUMNS, timeout_s)
     assert scores.components == ()
     assert scores.failures == {}
     return [value for (value,) in scores.rows]
@@ -376,7 +373,7 @@ def test_a_plain_function_gets_all_columns() -> None:
         seen.update(columns, prompts=prompts, completions=completions)
         return [len(text) for text in completions]
 
-    assert run_runner(reward, columns={**COLUMNS, "kind": ["x", "y", "z"]}) == [1.0, 2.0, 3.0]
+    assert scores_of(reward, columns={**COLUMNS, "kind": ["x", "y", "z"]}) == [1.0, 2.0, 3.0]
     assert seen == {
         "prompts": ["p"] * 3,
         "completions": ["a", "bb", "ccc"],
@@ -390,14 +387,14 @@ def test_a_coroutine_function_is_awaited() -> None:
         lengths = [asyncio.sleep(0.01, len(text)) for text in completions]
         return list(await asyncio.gather(*lengths))
 
-    assert run_runner(reward) == [1.0, 2.0, 3.0]
+    assert scores_of(reward) == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(
     "values", [[1, 0.5, True], np.array([1, 0.5, 1]), torch.tensor([1, 0.5, 1]), (1, 0.5, 1)]
 )
 def test_any_sequence_of_numbers_becomes_floats(values: Any) -> None:
-    scores = run_runner(returning(values))
+    scores = scores_of(returning(values))
     assert scores == [1.0, 0.5, 1.0]
     assert all(type(score) is float for score in scores)
 
@@ -408,7 +405,7 @@ def test_an_exception_becomes_a_reward_error(error: BaseException) -> None:
         raise error
 
     with pytest.raises(RewardError, match=f"raised {type(error).__name__}: bad row 7") as caught:
-        run_runner(reward)
+        scores_of(reward)
     assert caught.value.__cause__ is error
 
 
@@ -421,7 +418,7 @@ def test_an_exception_becomes_a_reward_error(error: BaseException) -> None:
 )
 def test_a_wrong_result_is_raised(value: Any, message: str) -> None:
     with pytest.raises(RewardError, match=message):
-        run_runner(returning(value))
+        scores_of(returning(value))
 
 
 def test_a_rewards_own_timeout_is_not_taken_for_the_deadline() -> None:
@@ -429,12 +426,12 @@ def test_a_rewards_own_timeout_is_not_taken_for_the_deadline() -> None:
         raise TimeoutError("the grader's server")
 
     with pytest.raises(RewardError, match="raised TimeoutError: the grader's server"):
-        run_runner(reward)
+        scores_of(reward)
 
 
 def test_a_reward_error_is_passed_on_as_it_is() -> None:
     with pytest.raises(RewardError, match=r"^row 0: ground_truth is 'x'"):
-        run_runner(answer_match, columns={"ground_truth": ["x", "1", "2"]})
+        scores_of(answer_match, columns={"ground_truth": ["x", "1", "2"]})
 
 
 def test_a_hung_function_ends_at_the_deadline() -> None:
@@ -447,7 +444,7 @@ def test_a_hung_function_ends_at_the_deadline() -> None:
     start = time.monotonic()
     try:
         with pytest.raises(RewardError, match=r"no answer for 3 completions within 0\.2 s"):
-            run_runner(reward, timeout_s=0.2)
+            scores_of(reward, timeout_s=0.2)
     finally:
         release.set()
     assert time.monotonic() - start < 5
@@ -464,21 +461,19 @@ def test_a_hung_coroutine_is_cancelled_at_the_deadline() -> None:
         return [0.0] * 3
 
     with pytest.raises(RewardError, match="no answer for 3 completions"):
-        run_runner(reward, timeout_s=0.2)
+        scores_of(reward, timeout_s=0.2)
     assert cancelled.wait(5)
 
 
 def test_columns_must_fit_the_completions() -> None:
     with pytest.raises(RewardError, match="ground_truth has 2 entries for 3 completions"):
-        run_runner(returning([0.0] * 3), columns={"ground_truth": ["1", "2"]})
+        scores_of(returning([0.0] * 3), columns={"ground_truth": ["1", "2"]})
     with pytest.raises(RewardError, match="prompts has 1 entries for 3 completions"):
-        calls.score(
-            RewardThreads_runner(returning([0.0] * 3)), ["p"], ["a", "b", "c"], COLUMNS, 1.0
-        )
+        calls.score(RewardThreads(returning([0.0] * 3)), ["p"], ["a", "b", "c"], COLUMNS, 1.0)
 
 
 def test_no_completions_need_no_call() -> None:
     def reward(prompts: Any, completions: Any, **columns: Any) -> list[float]:
         return [max(completions)]
 
-    assert calls.score(RewardThreads_runner(reward), [], [], {"ground_truth": []}, 1.0).rows == []
+    assert calls.score(RewardThreads(reward), [], [], {"ground_truth": []}, 1.0).rows == []

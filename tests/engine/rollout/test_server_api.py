@@ -191,7 +191,7 @@ def test_the_distance_that_is_refused_is_a_setting(fake: FakeServer) -> None:
 PARAMS = SamplingParams(n=2, max_new_tokens=6, seed=5)
 
 
-PROMPTS_vllm = make_prompts(3, seed=2)
+VLLM_PROMPTS = make_prompts(3, seed=2)
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_the_server_says_which_version_it_serves(url: str) -> None:
         train(model, steps=2)
         engine.update_weights(model, version)
         assert served(url).startswith(f"policy-v{version}-")
-        check_log_probs(model, PROMPTS_vllm, engine.generate(PROMPTS_vllm, PARAMS))
+        check_log_probs(model, VLLM_PROMPTS, engine.generate(VLLM_PROMPTS, PARAMS))
     engine.close()
 
 
@@ -243,7 +243,7 @@ def test_no_prefix_of_older_weights_is_used(url: str) -> None:
     """Prompts of several cache blocks; the conformance suite's are shorter than one."""
     model = build("qwen2")
     engine = open_engine(model, url)
-    prompts = [(prompt * CONTEXT)[:110] for prompt in PROMPTS_vllm]
+    prompts = [(prompt * CONTEXT)[:110] for prompt in VLLM_PROMPTS]
     for version in range(1, 4):
         for _ in range(2):  # the second finds the first one's prefixes
             check_log_probs(model, prompts, engine.generate(prompts, PARAMS))
@@ -296,12 +296,12 @@ def test_a_folder_that_is_not_whole_is_not_loaded(
         with pytest.raises(RolloutError, match=rf"could not take policy version 1: .*{message}"):
             engine.update_weights(model, 1)
     with pytest.raises(RolloutError, match="can't serve"):
-        engine.generate(PROMPTS_vllm, PARAMS)
+        engine.generate(VLLM_PROMPTS, PARAMS)
     assert served(url).startswith("loading policy-v1-"), "nobody takes it for a whole policy"
     assert paused(url)
     train(model, steps=1)
     engine.update_weights(model, 2)
-    check_log_probs(model, PROMPTS_vllm, engine.generate(PROMPTS_vllm, PARAMS))
+    check_log_probs(model, VLLM_PROMPTS, engine.generate(VLLM_PROMPTS, PARAMS))
     assert not paused(url)
     engine.close()
 
@@ -337,11 +337,11 @@ def test_weights_that_somebody_else_brought_are_found(url: str) -> None:
     train(theirs, steps=2)
     other = open_engine(theirs, url)
     with pytest.raises(RolloutError, match=r"says that it serves policy-v0-.*somebody else"):
-        engine.generate(PROMPTS_vllm, PARAMS)
-    check_log_probs(theirs, PROMPTS_vllm, other.generate(PROMPTS_vllm, PARAMS))
+        engine.generate(VLLM_PROMPTS, PARAMS)
+    check_log_probs(theirs, VLLM_PROMPTS, other.generate(VLLM_PROMPTS, PARAMS))
     train(mine, steps=1)
     engine.update_weights(mine, 1)
-    check_log_probs(mine, PROMPTS_vllm, engine.generate(PROMPTS_vllm, PARAMS))
+    check_log_probs(mine, VLLM_PROMPTS, engine.generate(VLLM_PROMPTS, PARAMS))
     engine.close()
     other.close()
 

@@ -286,7 +286,7 @@ EPISODES = {
 }
 
 
-def trainer_training(folder: Path, mode: str, length: int = 6, **rollout: Any) -> RLTrainer:
+def stream_trainer(folder: Path, mode: str, length: int = 6, **rollout: Any) -> RLTrainer:
     share = {"name": "tiny_engine:digit_share", "isolation": "none"}
     settings = RLConfig.model_validate(
         {
@@ -320,12 +320,10 @@ def version_served() -> str:
 @pytest.mark.parametrize("mode", ["sync", "one_step_off"])
 def test_each_step_samples_from_the_server_with_its_weights(folder: Path, mode: str) -> None:
     rows = arithmetic_rows(6)
-    with trainer_training(folder, "sync") as native:
+    with stream_trainer(folder, "sync") as native:
         expected = native.validate(rows)
     served: list[str] = []
-    with trainer_training(
-        folder, mode, engine="server", server={"url": vllm_url(qwen2)}
-    ) as subject:
+    with stream_trainer(folder, mode, engine="server", server={"url": vllm_url(qwen2)}) as subject:
         assert subject.validate(rows) == expected, "greedy completions don't depend on the engine"
         subject.on_step = lambda step, total, metrics: served.append(version_served())
         subject.fit()
@@ -351,7 +349,7 @@ def test_the_server_samples_the_turns_of_episodes(folder: Path, mode: str) -> No
         ("sync", {}),
         (mode, {"engine": "server", "server": {"url": vllm_url(qwen2)}}),
     ):
-        with trainer_training(folder, kind, 48, **EPISODES, **more) as subject:
+        with stream_trainer(folder, kind, 48, **EPISODES, **more) as subject:
             subject.on_rollouts = lambda split, step, batch: found.append(batch)
             subject.validate(rows)
             if more:

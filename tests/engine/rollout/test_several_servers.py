@@ -262,16 +262,16 @@ def test_addresses_that_make_no_sense_are_refused(options: dict[str, Any], messa
 
 
 @pytest.fixture
-def fakes_training() -> Iterator[list[FakeServer]]:
+def fake_servers() -> Iterator[list[FakeServer]]:
     with ExitStack() as stack:
         yield [
             stack.enter_context(serving(FakeServer(build("qwen2"), context=64))) for _ in range(2)
         ]
 
 
-def trainer(folder: Path, fakes_training: list[FakeServer], mode: str, **changes: Any) -> RLTrainer:
+def trainer(folder: Path, fake_servers: list[FakeServer], mode: str, **changes: Any) -> RLTrainer:
     server = {
-        "urls": [fake.url for fake in fakes_training],
+        "urls": [fake.url for fake in fake_servers],
         "weights": "folder",
         "reload_url": "/reload",
         "backoff_s": 0.01,
@@ -303,17 +303,17 @@ def trainer(folder: Path, fakes_training: list[FakeServer], mode: str, **changes
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("mode", ["sync", "one_step_off", "async"])
 def test_a_server_that_dies_and_comes_back_costs_no_step(
-    tiny_folder: Path, fakes_training: list[FakeServer], mode: str
+    tiny_folder: Path, fake_servers: list[FakeServer], mode: str
 ) -> None:
     counts: list[int] = []
-    with trainer(tiny_folder, fakes_training, mode) as subject:
+    with trainer(tiny_folder, fake_servers, mode) as subject:
 
         def on_step(step: int, total: int, metrics: dict[str, float]) -> None:
-            counts.append(fakes_training[1].count("/v1/completions"))
+            counts.append(fake_servers[1].count("/v1/completions"))
             if step == 2:  # it takes no weights and answers nothing
-                fakes_training[1].always, fakes_training[1].reload_fault = drop, drop
+                fake_servers[1].always, fake_servers[1].reload_fault = drop, drop
             if step == 4:
-                fakes_training[1].always = fakes_training[1].reload_fault = None
+                fake_servers[1].always = fake_servers[1].reload_fault = None
 
         subject.on_step = on_step
         subject.fit()
@@ -324,19 +324,19 @@ def test_a_server_that_dies_and_comes_back_costs_no_step(
         if mode != "sync" and row["staleness/max"] == 0.0:
             assert row["rollout_corr/log_ppl_abs_diff"] < 1e-4
     assert counts[1] > 0, "it was asked before"
-    assert fakes_training[1].count("/v1/completions") > counts[3], "and after"
+    assert fake_servers[1].count("/v1/completions") > counts[3], "and after"
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("mode", ["one_step_off", "async"])
 def test_when_all_servers_die_the_run_ends_with_one_error(
-    tiny_folder: Path, fakes_training: list[FakeServer], mode: str
+    tiny_folder: Path, fake_servers: list[FakeServer], mode: str
 ) -> None:
-    with trainer(tiny_folder, fakes_training, mode) as subject:
+    with trainer(tiny_folder, fake_servers, mode) as subject:
 
         def on_step(step: int, total: int, metrics: dict[str, float]) -> None:
-            for fake in fakes_training:
+            for fake in fake_servers:
                 fake.always = status(503, "out of memory")
 
         subject.on_step = on_step
@@ -347,9 +347,9 @@ def test_when_all_servers_die_the_run_ends_with_one_error(
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_parts_of_a_rollout_come_from_servers_too(
-    tiny_folder: Path, fakes_training: list[FakeServer]
+    tiny_folder: Path, fake_servers: list[FakeServer]
 ) -> None:
-    with trainer(tiny_folder, fakes_training, "sync", parts=2) as subject:
+    with trainer(tiny_folder, fake_servers, "sync", parts=2) as subject:
         subject.fit(num_steps=2)
         assert [row["staleness/max"] for row in subject.history] == [0.0, 0.0]
-    assert all(fake.count("/v1/completions") > 3 for fake in fakes_training)
+    assert all(fake.count("/v1/completions") > 3 for fake in fake_servers)

@@ -185,7 +185,7 @@ def test_settings_of_another_rule_or_schedule_are_refused() -> None:
             config(**changes)
 
 
-def config_master(**changes: object) -> OptimConfig:
+def master_config(**changes: object) -> OptimConfig:
     values = {"lr": 1e-6, "warmup_ratio": 0.0, "weight_decay": 0.0, "schedule": "constant"}
     return OptimConfig.model_validate(values | changes)
 
@@ -210,11 +210,11 @@ def test_updates_of_a_millionth_are_not_lost(offload: bool) -> None:
     model, exact = linear(torch.bfloat16), linear(torch.float32)
     exact.weight.data.copy_(model.weight)  # as rounded
     start = model.weight.detach().clone()
-    optimizer = Optimizer(model, config_master(), 1000, offload=offload)
+    optimizer = Optimizer(model, master_config(), 1000, offload=offload)
     descend(model, optimizer, 10)
     assert torch.equal(model.weight, start)  # not yet
     descend(model, optimizer, 190)
-    descend(exact, Optimizer(exact, config_master(), 1000), 200)
+    descend(exact, Optimizer(exact, master_config(), 1000), 200)
     assert not torch.equal(model.weight, start)
     assert torch.equal(model.weight, exact.weight.to(torch.bfloat16))
     [state] = optimizer.state_dict()["moments"].values()
@@ -225,7 +225,7 @@ def test_updates_of_a_millionth_are_not_lost(offload: bool) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_gradients_of_micro_batches_are_added_in_float32() -> None:
     model = linear(torch.bfloat16)
-    Optimizer(model, config_master(), 10)
+    Optimizer(model, master_config(), 10)
     for size in (1.0, 2.0**-10, 2.0**-10):  # each is lost beside 1 in bfloat16
         (model(torch.ones(1, 4, dtype=torch.bfloat16)).sum() * size).backward()
     assert model.weight.grad is not None
@@ -237,7 +237,7 @@ def test_rollout_decodes_with_the_storage_that_the_optimizer_writes() -> None:
     model = tiny_model("qwen2").to(torch.bfloat16)
     runtime = PolicyRuntime(model, device=model.device)
     runtime.init_rollout("native", SharedWeights(model), {"max_num_seqs": 4, "seed": 0})
-    state = ShardedTrainState(runtime.sharded, config_master(lr=0.05), 10, seed=0)
+    state = ShardedTrainState(runtime.sharded, master_config(lr=0.05), 10, seed=0)
     params, at = SamplingParams(max_new_tokens=6, temperature=0.0), _addresses(model)
     [before] = runtime.engine.generate([[5, 6, 7]], params)
     response_log_probs(model, training_batch(4), 1.0).sum().neg().backward()
@@ -259,7 +259,7 @@ def _addresses(model: nn.Module) -> dict[str, int]:
 def training(dtype: torch.dtype, **changes: object) -> tuple[nn.Module, ShardedTrainState]:
     model = tiny_model("qwen2").to(dtype)
     runtime = PolicyRuntime(model, Ranks(Layout()))
-    return model, ShardedTrainState(runtime.sharded, config_master(lr=1e-5, **changes), 10, seed=0)
+    return model, ShardedTrainState(runtime.sharded, master_config(lr=1e-5, **changes), 10, seed=0)
 
 
 def train(model: nn.Module, state: ShardedTrainState, steps: range) -> None:
@@ -347,12 +347,12 @@ def test_float16_skips_what_overflows_and_halves_the_scale() -> None:
 def test_a_scale_cancels_out_of_the_update() -> None:
     model, exact = linear(torch.float16), linear(torch.float32)
     exact.weight.data.copy_(model.weight)
-    optimizer = Optimizer(model, config_master(lr=1e-3), 10)
+    optimizer = Optimizer(model, master_config(lr=1e-3), 10)
     assert optimizer.loss_scale is not None
     tiny = 2.0**-30  # below what float16 holds
     (model(torch.ones(1, 4).half()).float().sum() * tiny * optimizer.loss_scale.value).backward()
     (exact(torch.ones(1, 4)).sum() * tiny).backward()
-    assert optimizer.step() == pytest.approx(Optimizer(exact, config_master(lr=1e-3), 10).step())
+    assert optimizer.step() == pytest.approx(Optimizer(exact, master_config(lr=1e-3), 10).step())
     assert torch.equal(model.weight, exact.weight.half())
 
 
@@ -370,7 +370,7 @@ def test_a_scale_grows_again() -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_a_training_script_has_masters_too() -> None:
     actor = HybridActor(tiny_model("qwen2").to(torch.bfloat16))
-    optimizer = Optimizer(actor, config_master(lr=1e-6), 10)
+    optimizer = Optimizer(actor, master_config(lr=1e-6), 10)
     ids = torch.tensor([[5, 6, 7, 8]])
     before = masters_of(optimizer)
     for _ in range(2):

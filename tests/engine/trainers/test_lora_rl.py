@@ -335,7 +335,7 @@ def lora(kind: Kind, **changes: Any) -> LoRAConfig:
 
 
 @pytest.fixture(scope="module")
-def start_folder_qlora(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def qlora_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose head, which adapters leave as it is, can say more than "all about alike"."""
     model = load_model(tiny_folder)
     with torch.no_grad():
@@ -345,7 +345,7 @@ def start_folder_qlora(tiny_folder: Path, tmp_path_factory: pytest.TempPathFacto
     return save_model(model, load_tokenizer(tiny_folder), folder)
 
 
-def trainer_qlora(folder: Path, settings: LoRAConfig, **changes: Any) -> RLTrainer:
+def qlora_trainer(folder: Path, settings: LoRAConfig, **changes: Any) -> RLTrainer:
     values: dict[str, Any] = {
         "algorithm": {"adv_estimator": "grpo"},
         "actor": {"optim": {"lr": 3e-2, "weight_decay": 0.0, "warmup_ratio": 0.0}},
@@ -386,15 +386,15 @@ def merged_change(run: Path, start: PreTrainedModel, kind: Kind) -> PreTrainedMo
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_trains_adapters_on_a_quantised_base(
-    start_folder_qlora: Path, tmp_path: Path, kind: Kind
+    qlora_folder: Path, tmp_path: Path, kind: Kind
 ) -> None:
-    with trainer_qlora(start_folder_qlora, lora(kind)) as subject:
+    with qlora_trainer(qlora_folder, lora(kind)) as subject:
         subject.fit()
         prompts = subject.source.prompts.encode(arithmetic_rows(6))
         said = subject.roles.rollout.generate(prompts).result()
         subject.save(tmp_path / "out")
     assert all(row["actor/grad_norm"] > 0 for row in subject.history)
-    start = load_policy_model(start_folder_qlora, "float32", lora(kind), seed=0)
+    start = load_policy_model(qlora_folder, "float32", lora(kind), seed=0)
     assert any(isinstance(module, QuantizedLinear) for module in start.modules())
     policy = merged_change(tmp_path / "out", start, kind)
 
@@ -403,7 +403,7 @@ def test_a_run_trains_adapters_on_a_quantised_base(
             theirs = response_log_probs(model, said, 1.0)
         return float((said["rollout_log_probs"] - theirs)[said["response_mask"] > 0].abs().max())
 
-    dense = load_model(start_folder_qlora)
+    dense = load_model(qlora_folder)
     exact = load_policy_model(tmp_path / "out/adapter", "float32", LoRAConfig(from_folder=True))
     assert apart(policy) < 1e-4, "rollout samples from the quantised base and the adapters"
     assert min(apart(model) for model in (start, dense, exact)) > 10 * apart(policy)
@@ -413,19 +413,19 @@ def result(row: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in row.items() if not k.startswith(("perf/", "checkpoint/"))}
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(start_folder_qlora: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(qlora_folder: Path, tmp_path: Path) -> None:
     changes = {"save_freq": 1, "total_training_steps": 2}
-    with trainer_qlora(start_folder_qlora, lora("nf4"), **changes) as whole:
+    with qlora_trainer(qlora_folder, lora("nf4"), **changes) as whole:
         whole.fit()
         whole.save(tmp_path / "whole")
-    with trainer_qlora(start_folder_qlora, lora("nf4"), **changes) as first:
+    with qlora_trainer(qlora_folder, lora("nf4"), **changes) as first:
         first.fit(1, checkpoint_dir=tmp_path / "ckpt")
     found = find_latest(tmp_path / "ckpt")
     assert found is not None
     [saved] = read_role_states(found.folder, "actor")
-    adapters = adapter_parameters(load_policy_model(start_folder_qlora, "float32", lora("nf4")))
+    adapters = adapter_parameters(load_policy_model(qlora_folder, "float32", lora("nf4")))
     assert saved.get("model").keys() == adapters.keys(), "only adapters are saved"
-    with trainer_qlora(start_folder_qlora, lora("nf4"), **changes) as second:
+    with qlora_trainer(qlora_folder, lora("nf4"), **changes) as second:
         second.fit(checkpoint_dir=tmp_path / "ckpt")
         second.save(tmp_path / "resumed")
     for row, same in zip(whole.history, second.history, strict=True):
@@ -435,12 +435,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(start_folder_qlora: Path, tmp_pa
 
 
 def test_rollout_ahead_has_a_quantised_copy_that_follows(
-    start_folder_qlora: Path, tmp_path: Path
+    qlora_folder: Path, tmp_path: Path
 ) -> None:
-    with trainer_qlora(start_folder_qlora, lora("nf4"), mode="one_step_off", threads=2) as subject:
+    with qlora_trainer(qlora_folder, lora("nf4"), mode="one_step_off", threads=2) as subject:
         subject.fit()
         subject.save(tmp_path / "out")
-    start = load_policy_model(start_folder_qlora, "float32", lora("nf4"), seed=0)
+    start = load_policy_model(qlora_folder, "float32", lora("nf4"), seed=0)
     merged_change(tmp_path / "out", start, "nf4")
     weighed = [row["rollout_corr/rollout_is_mean"] for row in subject.history]
     assert weighed[0] == pytest.approx(1.0, abs=1e-4), "the copy's base and adapters are the same"
@@ -449,11 +449,11 @@ def test_rollout_ahead_has_a_quantised_copy_that_follows(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_warm_start_trains_adapters_on_a_quantised_base(
-    start_folder_qlora: Path, tmp_path: Path, kind: Kind
+    qlora_folder: Path, tmp_path: Path, kind: Kind
 ) -> None:
     settings = lora(kind, rank=16, dropout=0.05)
-    model = load_policy_model(start_folder_qlora, "float32", settings, seed=0)
-    start = load_policy_model(start_folder_qlora, "float32", settings, seed=0)
+    model = load_policy_model(qlora_folder, "float32", settings, seed=0)
+    start = load_policy_model(qlora_folder, "float32", settings, seed=0)
     before = base_of(model)
     rows = [SFTExample(p, r) for p, r in zip(*random_completions(6), strict=True)]
     config = SFTConfig.model_validate(
@@ -466,7 +466,7 @@ def test_the_warm_start_trains_adapters_on_a_quantised_base(
     assert losses[-1] < losses[0] / 4
     after = base_of(model)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    save_model(model, load_tokenizer(start_folder_qlora), tmp_path / "out")
+    save_model(model, load_tokenizer(qlora_folder), tmp_path / "out")
     merged_change(tmp_path / "out", start, kind)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert subject.validation_loss(rows) == pytest.approx(

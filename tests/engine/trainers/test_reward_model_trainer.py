@@ -34,7 +34,6 @@ from engine.errors import ConfigError, DataError, RewardError
 from engine.rewards.model_based import process_reward_model, reward_model
 from engine.runtime.policy_runtime import StartModel
 from engine.trainers.preference_learning import LikelihoodRewardTrainer, calibration_error
-from engine.trainers.preference_learning import RewardModelTrainer as RewardModelTrainer_process
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -274,7 +273,7 @@ def test_a_setting_of_another_head_is_refused(values: dict[str, Any], said: str)
         RewardModelTrainingConfig.model_validate(values)
 
 
-def trainer_process(model: Any, **changes: Any) -> ProcessRewardTrainer:
+def process_trainer(model: Any, **changes: Any) -> ProcessRewardTrainer:
     values = {"threads": 1, "train_batch_size": 8, "optim": {"lr": 1e-2}, "max_steps": 6}
     config = RewardModelTrainingConfig.model_validate({"head": "token"} | values | changes)
     return ProcessRewardTrainer(model, 0, config, seed=0)
@@ -296,8 +295,8 @@ def solutions(count: int, seed: int = 0) -> list[StepExample]:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_loss_and_gradients_in_float64_process(packing: bool) -> None:
-    subject = trainer_process(tiny_model("qwen2"), packing=packing)
+def test_loss_and_gradients_of_steps_in_float64(packing: bool) -> None:
+    subject = process_trainer(tiny_model("qwen2"), packing=packing)
     worker = subject._ranks
     critic: Any = worker.sharded.module
     with torch.no_grad():
@@ -334,7 +333,7 @@ def test_loss_and_gradients_in_float64_process(packing: bool) -> None:
 
 
 def test_it_judges_held_out_steps() -> None:
-    subject = trainer_process(tiny_model("qwen2"), max_steps=60)
+    subject = process_trainer(tiny_model("qwen2"), max_steps=60)
     final = subject.fit(solutions(128), solutions(60, seed=3))
     accuracy = final["reward_model/validation_accuracy"]
     low, high = (final[f"reward_model/validation_accuracy_{end}"] for end in ("low", "high"))
@@ -364,7 +363,7 @@ def test_its_folder_is_a_reward(tmp_path: Path, rank: int) -> None:
     start = write_tiny_folder(tmp_path / "start")
     examples = read_steps(str(words(tmp_path)), load_tokenizer(start))
     lora = LoRAConfig(rank=rank)
-    subject = trainer_process(StartModel(str(start), "float32", lora), max_steps=12)
+    subject = process_trainer(StartModel(str(start), "float32", lora), max_steps=12)
     subject.fit(examples)
     subject.save(tmp_path / "reward", start)
     wanted = [scores.sigmoid() for scores in subject.scores(examples)]
@@ -402,6 +401,6 @@ def test_what_is_no_steps_or_no_such_model_is_named(tmp_path: Path) -> None:
         ProcessRewardTrainer(tiny_model("qwen2"), 0, config, seed=0)
     config = RewardModelTrainingConfig(head="token")
     with pytest.raises(ConfigError, match="learns from steps by ProcessRewardTrainer"):
-        RewardModelTrainer_process(tiny_model("qwen2"), 0, config, seed=0)
+        RewardModelTrainer(tiny_model("qwen2"), 0, config, seed=0)
     with pytest.raises(RewardError, match="2 labels a token"):
         process_reward_model(["1+1"], ["2"], model=str(start))

@@ -287,10 +287,10 @@ def joined(results: list[dict[str, Any]]) -> list[float]:
     return flat([torch.cat([r["log_probs"][step] for r in ordered]) for step in range(STEPS)])
 
 
-ROWS_critic, STEPS_critic = 6, 2
+CRITIC_ROWS, CRITIC_STEPS = 6, 2
 
 
-def course_critic(folder_critic: str, parallel: dict[str, Any], lora: int = 0) -> dict[str, Any]:
+def critic_course(critic_folder: str, parallel: dict[str, Any], lora: int = 0) -> dict[str, Any]:
     """Two updates: metrics, values before each and at the end, and the last weights, whole."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sharded = ParallelConfig.model_validate(parallel)
@@ -302,16 +302,16 @@ def course_critic(folder_critic: str, parallel: dict[str, Any], lora: int = 0) -
     changes |= {"lora": {"rank": lora}}
     worker = CriticWorker(
         WorkerContext("critic", rank, world, layout=layout),
-        model_path=folder_critic,
+        model_path=critic_folder,
         config=CriticConfig.model_validate(changes),
-        total_steps=STEPS_critic,
+        total_steps=CRITIC_STEPS,
         seed=0,
         parallel=sharded,
     )
     fill_value_head(worker.sharded)
     share = layout.data_shard(rank)
     batches = [
-        shard_rows(training_batch(ROWS_critic, seed=step), share)[0] for step in range(STEPS_critic)
+        shard_rows(training_batch(CRITIC_ROWS, seed=step), share)[0] for step in range(CRITIC_STEPS)
     ]
     values, metrics = [worker.values(batches[0])["values"]], []
     for batch in batches:
@@ -323,20 +323,20 @@ def course_critic(folder_critic: str, parallel: dict[str, Any], lora: int = 0) -
 
 
 @pytest.fixture(scope="module")
-def folder_critic(tmp_path_factory: pytest.TempPathFactory) -> str:
+def critic_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_family("qwen2", tmp_path_factory.mktemp("critic")))
 
 
 @pytest.fixture(scope="module")
-def alone_critic(folder_critic: str) -> dict[str, Any]:
-    [result] = run_ranks(1, course_critic, folder_critic, {})
+def lone_critic(critic_folder: str) -> dict[str, Any]:
+    [result] = run_ranks(1, critic_course, critic_folder, {})
     return result
 
 
-LAYOUTS_critic: list[dict[str, Any]] = [{"sp": 2}, {"sp": 2, "packing": True}]
+CRITIC_LAYOUTS: list[dict[str, Any]] = [{"sp": 2}, {"sp": 2, "packing": True}]
 
 
-MORE_critic: list[dict[str, Any]] = [
+MORE_CRITIC_LAYOUTS: list[dict[str, Any]] = [
     {"sp": 2, "tp": 2, "packing": True},
     {"pp": 2, "sp": 2, "packing": True},
     {"sp": 2, "activation_checkpointing": True, "offload_params": True},
@@ -349,15 +349,15 @@ MORE_critic: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize(
     "parallel",
-    and_slow(LAYOUTS_critic, MORE_critic),
+    and_slow(CRITIC_LAYOUTS, MORE_CRITIC_LAYOUTS),
     ids=lambda p: " ".join(f"{k}={v}" for k, v in p.items()),
 )
 def test_every_layout_is_as_one_rank(
-    folder_critic: str, alone_critic: dict[str, Any], parallel: dict[str, Any]
+    critic_folder: str, lone_critic: dict[str, Any], parallel: dict[str, Any]
 ) -> None:
     sizes = {k: v for k, v in parallel.items() if type(v) is int}
-    same_course_critic(
-        run_ranks(Layout(**sizes).world_size, course_critic, folder_critic, parallel), alone_critic
+    same_critic_course(
+        run_ranks(Layout(**sizes).world_size, critic_course, critic_folder, parallel), lone_critic
     )
 
 
@@ -369,46 +369,46 @@ MORE_ADAPTED: list[dict[str, Any]] = [{"fsdp": 2}, {"pp": 2}, {"sp": 2}, {"fsdp"
 
 @pytest.mark.parametrize("parallel", and_slow(ADAPTED, MORE_ADAPTED), ids=str)
 def test_adapters_and_the_head_are_what_is_trained(
-    folder_critic: str, parallel: dict[str, Any]
+    critic_folder: str, parallel: dict[str, Any]
 ) -> None:
-    [alone_critic] = run_ranks(1, course_critic, folder_critic, {}, 4)
-    start = create_critic_model(load_model(folder_critic)).state_dict()
-    for name, weight in alone_critic["weights"].items():
+    [lone_critic] = run_ranks(1, critic_course, critic_folder, {}, 4)
+    start = create_critic_model(load_model(critic_folder)).state_dict()
+    for name, weight in lone_critic["weights"].items():
         trained = ".lora_" in name or name.startswith("head.")
-        assert (name in alone_critic["saved"]) == trained
+        assert (name in lone_critic["saved"]) == trained
         if not trained:
             assert torch.equal(weight, start[name.replace(".base_layer", "")]), name
     assert any(
-        ".lora_B." in name and weight.any() for name, weight in alone_critic["weights"].items()
+        ".lora_B." in name and weight.any() for name, weight in lone_critic["weights"].items()
     )
-    same_course_critic(
-        run_ranks(Layout(**parallel).world_size, course_critic, folder_critic, parallel, 4),
-        alone_critic,
+    same_critic_course(
+        run_ranks(Layout(**parallel).world_size, critic_course, critic_folder, parallel, 4),
+        lone_critic,
         0.02,
     )
 
 
-def same_course_critic(
-    results: list[dict[str, Any]], alone_critic: dict[str, Any], strays: float = 0.0
+def same_critic_course(
+    results: list[dict[str, Any]], lone_critic: dict[str, Any], strays: float = 0.0
 ) -> None:
     """`strays`: the share of a weight's elements that may be others, for rounded gradients."""
-    assert alone_critic["values"][0].abs().max() > 0.1
+    assert lone_critic["values"][0].abs().max() > 0.1
     for result in results:
-        for step in range(STEPS_critic):
+        for step in range(CRITIC_STEPS):
             assert result["metrics"][step] == pytest.approx(
-                alone_critic["metrics"][step], rel=2e-4, abs=2e-5
+                lone_critic["metrics"][step], rel=2e-4, abs=2e-5
             )
-        for name, tensor in alone_critic["weights"].items():
+        for name, tensor in lone_critic["weights"].items():
             # An Adam step moves a weight by up to lr = 1e-2, whatever its gradient's size.
             stray = ~torch.isclose(result["weights"][name], tensor, rtol=1e-4, atol=1e-4)
             assert int(stray.sum()) <= strays * tensor.numel(), name
-        for index, values in enumerate(alone_critic["values"]):
+        for index, values in enumerate(lone_critic["values"]):
             wanted = shard_rows(Batch({"values": values}), result["share"])[0]["values"]
             close = 1e-5 if index == 0 else 5e-4  # weights have moved
             torch.testing.assert_close(result["values"][index], wanted, rtol=1e-4, atol=close)
 
 
-ROWS_mixture, STEPS_mixture = 4, 2
+MIXTURE_ROWS, MIXTURE_STEPS = 4, 2
 
 
 def worker(folder: str, parallel: dict[str, Any], **changes: Any) -> ActorWorker:
@@ -429,7 +429,7 @@ def worker(folder: str, parallel: dict[str, Any], **changes: Any) -> ActorWorker
         # A row a micro-batch: the balancing loss is one of the rows that are passed together.
         config=config.model_copy(update={"max_tokens_per_micro_batch": 1}),
         temperature=0.8,
-        total_steps=2 * STEPS_mixture,
+        total_steps=2 * MIXTURE_STEPS,
         seed=0,
     )
 
@@ -437,12 +437,12 @@ def worker(folder: str, parallel: dict[str, Any], **changes: Any) -> ActorWorker
 def train(one: ActorWorker, begin: int = 0) -> list[dict[str, float]]:
     share = one.context.layout.data_shard(one.context.rank)  # type: ignore[union-attr]
     batches = [
-        training_batch(ROWS_mixture, seed=step) for step in range(begin, begin + STEPS_mixture)
+        training_batch(MIXTURE_ROWS, seed=step) for step in range(begin, begin + MIXTURE_STEPS)
     ]
     return [one.update(shard_rows(batch, share)[0]) for batch in batches]
 
 
-def courses_mixture(folder: str, layouts: list[dict[str, Any]], out: str) -> list[dict[str, Any]]:
+def mixture_courses(folder: str, layouts: list[dict[str, Any]], out: str) -> list[dict[str, Any]]:
     """Of each layout: two updates, the weights after, where they lie, and what rollout samples."""
     found = []
     for number, parallel in enumerate(layouts):
@@ -496,15 +496,15 @@ def test_experts_train_on_ranks_as_in_one_process(
 ) -> None:
     folder = save_family(family, tmp_path / "start")
     save_tokenizer(folder)
-    [[alone]] = run_ranks(1, courses_mixture, str(folder), [{}], str(tmp_path / "one"))
+    [[alone]] = run_ranks(1, mixture_courses, str(folder), [{}], str(tmp_path / "one"))
     assert alone["in_shards"]
     assert alone["metrics"][0]["actor/router_aux_loss"] > 1.0  # with one expert a token: 1 is even
-    every = run_ranks(world(layouts), courses_mixture, str(folder), layouts, str(tmp_path / "many"))
+    every = run_ranks(world(layouts), mixture_courses, str(folder), layouts, str(tmp_path / "many"))
     one = load_state_dict(str(tmp_path / "one/0/model.safetensors"))
     assert any(".experts.1." in name for name in one)
     for number, parallel in enumerate(layouts):
         for rank in every:
-            same_course_mixture(rank[number], alone)
+            same_mixture_course(rank[number], alone)
             whole = sum(t.nbytes for t in alone["weights"].values())
             cut = parallel.get("fsdp", 1)
             assert cut == 1 or rank[number]["bytes"] == pytest.approx(whole / cut, rel=0.03)
@@ -514,7 +514,7 @@ def test_experts_train_on_ranks_as_in_one_process(
             torch.testing.assert_close(written[name], tensor, rtol=1e-4, atol=1e-4)
 
 
-def same_course_mixture(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+def same_mixture_course(found: dict[str, Any], wanted: dict[str, Any]) -> None:
     assert found["in_shards"]
     for mine, theirs in zip(found["metrics"], wanted["metrics"], strict=True):
         assert mine == pytest.approx(theirs, rel=2e-4, abs=2e-5)
@@ -549,7 +549,7 @@ def second_half(
         one.load_state(saved)
     else:
         train(one)
-    return train(one, STEPS_mixture), {name: t.clone() for name, t in one.sharded.full_tensors()}
+    return train(one, MIXTURE_STEPS), {name: t.clone() for name, t in one.sharded.full_tensors()}
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ def test_a_checkpoint_goes_on_in_another_layout(
 ) -> None:
     folder = str(save_family(family, tmp_path / "start"))
     draft = CheckpointStore(tmp_path / "checkpoints")
-    begun = draft.begin(STEPS_mixture)
+    begun = draft.begin(MIXTURE_STEPS)
     begun.roles = {"actor": world([before])}
     run_ranks(world([before]), first_half, folder, begun.folder, before)
     saved = draft.commit(begun).folder
@@ -576,10 +576,10 @@ def test_a_checkpoint_goes_on_in_another_layout(
             torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=2e-4)
 
 
-STEPS_distillation = 2
+DISTILLATION_STEPS = 2
 
 
-def course_distillation(
+def distillation_course(
     folder: str, teachers: list[str], parallel: dict[str, int], top_k: int
 ) -> Any:
     """Steps with a teacher for each half of the rows: metrics, and the weights at the end."""
@@ -595,7 +595,7 @@ def course_distillation(
     given = [TeacherConfig(model=one, rows=name) for one, name in zip(teachers, "ab", strict=True)]
     own = {"loss": "jsd", "top_k": top_k, "teachers": given, "route_by": "side"}
     settings, layout = DistillationConfig.model_validate(own), Layout.of(config.parallel)
-    actor = {"config": config, "temperature": 0.8, "total_steps": STEPS_distillation, "seed": 0}
+    actor = {"config": config, "temperature": 0.8, "total_steps": DISTILLATION_STEPS, "seed": 0}
     teacher = {
         "teachers": given,
         "settings": settings,
@@ -623,7 +623,7 @@ def course_distillation(
         return merge_results([result for result in every if result is not None])
 
     metrics = []
-    for step in range(STEPS_distillation):
+    for step in range(DISTILLATION_STEPS):
         batch = training_batch(6, seed=step)
         batch |= {"teacher_weights": torch.tensor([[1.0, 0.0], [0.0, 1.0]]).repeat(3, 1)}
         if top_k:
@@ -647,10 +647,10 @@ def test_students_learn_as_on_one_rank(
     teachers = [str(root / name) for name in ("a", "b")]
     for seed, one in enumerate(teachers, 1):
         tiny_model("qwen2", seed).save_pretrained(one)
-    [alone] = run_ranks(1, course_distillation, folder, teachers, {}, top_k)
+    [alone] = run_ranks(1, distillation_course, folder, teachers, {}, top_k)
     assert all(metrics["actor/divergence"] > 0.1 for metrics in alone["metrics"])
     ranks = Layout(**parallel).world_size
-    for result in run_ranks(ranks, course_distillation, folder, teachers, parallel, top_k):
+    for result in run_ranks(ranks, distillation_course, folder, teachers, parallel, top_k):
         for step, wanted in enumerate(alone["metrics"]):
             assert result["metrics"][step] == pytest.approx(wanted, rel=2e-4, abs=2e-5)
         for name, tensor in alone["weights"].items():

@@ -237,10 +237,10 @@ def test_ranks_write_the_folder_that_one_rank_does(folder: str, tmp_path: Path, 
         assert any(".lora_" in name for name in again.state_dict())
 
 
-STEPS_pairs = 2
+PAIR_STEPS = 2
 
 
-def course_pairs(folder: str, parallel: dict[str, int], pairs: int) -> dict[str, Any]:
+def pairs_course(folder: str, parallel: dict[str, int], pairs: int) -> dict[str, Any]:
     """Steps on `pairs` pairs each: what the controller gets, and the weights at the end, whole."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = ActorConfig.model_validate(
@@ -252,7 +252,7 @@ def course_pairs(folder: str, parallel: dict[str, int], pairs: int) -> dict[str,
         }
     )
     layout = Layout.of(config.parallel)
-    actor = {"config": config, "temperature": 0.8, "total_steps": STEPS_pairs, "seed": 0}
+    actor = {"config": config, "temperature": 0.8, "total_steps": PAIR_STEPS, "seed": 0}
     reference = {
         "temperature": 1.3,  # not the actor's: equal log-probs would leave metrics to rounding
         "max_tokens_per_micro_batch": 64,
@@ -277,7 +277,7 @@ def course_pairs(folder: str, parallel: dict[str, int], pairs: int) -> dict[str,
         return merge_results([result for result in every if result is not None])
 
     metrics = []
-    for step in range(STEPS_pairs):
+    for step in range(PAIR_STEPS):
         batch = training_batch(2 * pairs, seed=step)
         batch |= call("reference", "log_probs", batch)
         metrics.append(call("actor", "update_pairs", batch))
@@ -304,8 +304,8 @@ def test_pairs_train_as_on_one_rank(
 ) -> None:
     """Neither parted pairs nor padding: the loss is the mean over the real pairs of all ranks."""
     folder = str(save_family("qwen2", tmp_path_factory.mktemp("pairs")))
-    [alone] = run_ranks(1, course_pairs, folder, {}, pairs)
-    for result in run_ranks(Layout(**parallel).world_size, course_pairs, folder, parallel, pairs):
+    [alone] = run_ranks(1, pairs_course, folder, {}, pairs)
+    for result in run_ranks(Layout(**parallel).world_size, pairs_course, folder, parallel, pairs):
         for step, wanted in enumerate(alone["metrics"]):
             assert result["metrics"][step] == pytest.approx(wanted, rel=2e-4, abs=2e-5)
         for name, tensor in alone["weights"].items():
@@ -313,13 +313,13 @@ def test_pairs_train_as_on_one_rank(
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-4, atol=5e-4)
 
 
-Case_preference = tuple[str, dict[str, Any]]  # what is trained, and its layout
+PreferenceCase = tuple[str, dict[str, Any]]  # what is trained, and its layout
 
 
-STEPS_preference = 2
+PREFERENCE_STEPS = 2
 
 
-TWO_RANKS_preference: list[Case_preference] = [
+PREFERENCES_ON_TWO: list[PreferenceCase] = [
     ("kto", {"fsdp": 2}),
     ("sigmoid", {"tp": 2}),
     ("adapters", {"fsdp": 2}),
@@ -329,10 +329,10 @@ TWO_RANKS_preference: list[Case_preference] = [
 ]
 
 
-MORE_ON_TWO_preference: list[Case_preference] = [("sigmoid", {"dp": 2}), ("likelihood", {"tp": 2})]
+MORE_PREFERENCES_ON_TWO: list[PreferenceCase] = [("sigmoid", {"dp": 2}), ("likelihood", {"tp": 2})]
 
 
-FOUR_RANKS_preference: list[Case_preference] = [
+PREFERENCES_ON_FOUR: list[PreferenceCase] = [
     ("kto", {"dp": 2, "pp": 2}),
     ("sigmoid", {"sp": 2, "dp": 2}),
     ("adapters", {"dp": 4}),
@@ -357,14 +357,14 @@ def batch_of(method: str, rows: int, seed: int) -> Batch:
     return collate_scored(pairs, 0) if method == "reward_model" else collate_preferences(pairs, 0)
 
 
-def course_preference(
-    folder_preference: str, case: Case_preference, out: str = ""
+def preference_course(
+    preference_folder: str, case: PreferenceCase, out: str = ""
 ) -> tuple[list[dict[str, float]], Any]:
     """Two updates of pairs that don't go into two; metrics, and the weights at the end, whole."""
     method, parallel = case
     values = {"parallel": parallel, "optim": OPTIM, "max_tokens_per_micro_batch": 64}
     lora = LoRAConfig(rank=4 if "adapters" in method else 0)
-    start = StartModel(folder_preference, "float32", lora)
+    start = StartModel(preference_folder, "float32", lora)
     layout = Layout(**parallel)
     context = WorkerContext("preference", dist.get_rank(), dist.get_world_size(), layout=layout)
     worker: PreferenceWorker | RewardModelWorker
@@ -378,43 +378,41 @@ def course_preference(
             own = {"loss": "likelihood", "sft_weight": 1.0}
         policy = PreferenceTrainingConfig.model_validate(values | own)
         worker = PreferenceWorker(context, model=start, config=policy, seed=0)
-    worker.begin(STEPS_preference)
+    worker.begin(PREFERENCE_STEPS)
     share = layout.data_shard(context.rank)
     metrics = [
         worker.update(shard_rows(batch_of(method, 5 - step, step), share, unit=2, pad=True)[0])
-        for step in range(STEPS_preference)
+        for step in range(PREFERENCE_STEPS)
     ]
     weights = {name: tensor.clone() for name, tensor in worker.sharded.full_tensors()}
     if out:
-        worker.save(out, folder_preference)
+        worker.save(out, preference_folder)
     return metrics, weights
 
 
-def courses_preference(folder_preference: str, cases: list[Case_preference]) -> list[Any]:
-    return [course_preference(folder_preference, case) for case in cases]
+def preference_courses(preference_folder: str, cases: list[PreferenceCase]) -> list[Any]:
+    return [preference_course(preference_folder, case) for case in cases]
 
 
 @pytest.fixture(scope="module")
-def folder_preference(tmp_path_factory: pytest.TempPathFactory) -> str:
+def preference_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_folder(tmp_path_factory.mktemp("preference-ranks") / "model"))
 
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    and_slow(
-        [(2, TWO_RANKS_preference)], [(2, MORE_ON_TWO_preference), (4, FOUR_RANKS_preference)]
-    ),
+    and_slow([(2, PREFERENCES_ON_TWO)], [(2, MORE_PREFERENCES_ON_TWO), (4, PREFERENCES_ON_FOUR)]),
     ids=("two", "more on two", "four"),
 )
-def test_every_layout_trains_as_one_rank_preference(
-    folder_preference: str, world: int, cases: list[Case_preference]
+def test_every_layout_learns_preferences_as_one_rank(
+    preference_folder: str, world: int, cases: list[PreferenceCase]
 ) -> None:
     methods = sorted({method for method, _ in cases})
     [courses_alone] = run_ranks(
-        1, courses_preference, folder_preference, [(method, {}) for method in methods]
+        1, preference_courses, preference_folder, [(method, {}) for method in methods]
     )
     alone = dict(zip(methods, courses_alone, strict=True))
-    for rank in run_ranks(world, courses_preference, folder_preference, cases):
+    for rank in run_ranks(world, preference_courses, preference_folder, cases):
         for case, (metrics, weights) in zip(cases, rank, strict=True):
             wanted, whole = alone[case[0]]
             for found, one in zip(metrics, wanted, strict=True):
@@ -430,12 +428,12 @@ def test_every_layout_trains_as_one_rank_preference(
 
 @pytest.mark.slow
 def test_two_ranks_write_the_reward_model_that_one_does(
-    folder_preference: str, tmp_path: Path
+    preference_folder: str, tmp_path: Path
 ) -> None:
     saved: list[dict[str, Tensor]] = []
     for world, parallel in ((1, {}), (2, {"fsdp": 2})):
         out = str(tmp_path / str(world))
-        run_ranks(world, course_preference, folder_preference, ("reward_model", parallel), out)
+        run_ranks(world, preference_course, preference_folder, ("reward_model", parallel), out)
         saved.append(AutoModelForSequenceClassification.from_pretrained(out).state_dict())
     assert saved[0].keys() == saved[1].keys()
     assert saved[0]["score.weight"].abs().sum() > 0

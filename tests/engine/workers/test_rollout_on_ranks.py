@@ -196,14 +196,14 @@ OPTIONS: dict[str, Any] = {"engine": "vllm", "max_num_seqs": 16, "kv_cache_memor
 
 
 @pytest.fixture(scope="module")
-def folder_vllm(tmp_path_factory: pytest.TempPathFactory) -> str:
+def vllm_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """vLLM on CPU has attention for heads of 32 and more."""
-    folder_vllm: Path = tmp_path_factory.mktemp("vllm") / "model"
-    return str(write_tiny_folder(folder_vllm, TINY_MODEL.model_copy(update={"hidden_size": 128})))
+    vllm_folder: Path = tmp_path_factory.mktemp("vllm") / "model"
+    return str(write_tiny_folder(vllm_folder, TINY_MODEL.model_copy(update={"hidden_size": 128})))
 
 
 def run(
-    folder_vllm: str,
+    vllm_folder: str,
     parallel: dict[str, int],
     tp: int,
     rank: int = 0,
@@ -212,12 +212,12 @@ def run(
 ) -> Any:
     options = OPTIONS | {"vllm": vllm, "lora": lora}
     world = Layout(**parallel).world_size
-    return run_ranks(world, course, folder_vllm, parallel, tp, rank, options, timeout_s=240.0)
+    return run_ranks(world, course, vllm_folder, parallel, tp, rank, options, timeout_s=240.0)
 
 
 @pytest.fixture(scope="module")
-def alone_vllm(folder_vllm: str) -> list[Any]:
-    return rows(run(folder_vllm, {}, 1))
+def lone_vllm(vllm_folder: str) -> list[Any]:
+    return rows(run(vllm_folder, {}, 1))
 
 
 needs_vllm = pytest.mark.skipif(
@@ -237,28 +237,28 @@ needs_vllm = pytest.mark.skipif(
         ({"pp": 2}, 1, VllmWeights, {}),
     ],
 )
-def test_ranks_sample_what_one_rank_samples_vllm(
-    folder_vllm: str,
-    alone_vllm: list[Any],
+def test_vllm_on_ranks_samples_what_one_rank_samples(
+    vllm_folder: str,
+    lone_vllm: list[Any],
     parallel: dict[str, int],
     tp: int,
     kind: type,
     settings: dict[str, Any],
 ) -> None:
-    results = run(folder_vllm, parallel, tp, **settings)
+    results = run(vllm_folder, parallel, tp, **settings)
     assert {result["kind"] for result in results} == {kind}
-    same(rows(results), alone_vllm)
+    same(rows(results), lone_vllm)
 
 
 @needs_vllm
 @pytest.mark.slow
-def test_adapters_of_a_policy_reach_vllm_wherever_it_is(folder_vllm: str) -> None:
-    one = run(folder_vllm, {}, 1, 4)
-    two = run(folder_vllm, {"fsdp": 2}, 2, 4)
+def test_adapters_of_a_policy_reach_vllm_wherever_it_is(vllm_folder: str) -> None:
+    one = run(vllm_folder, {}, 1, 4)
+    two = run(vllm_folder, {"fsdp": 2}, 2, 4)
     assert {result["kind"] for result in two} == {AdapterWeights}
     same(rows(two), rows(one))
     for parallel, tp in (({}, 1), ({"fsdp": 2}, 1), ({"fsdp": 2}, 2)):
-        own = run(folder_vllm, parallel, tp, 4, "adapter", sleep=2)
+        own = run(vllm_folder, parallel, tp, 4, "adapter", sleep=2)
         same(rows(own), rows(one))
 
 
@@ -283,9 +283,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-def other_folder(family: str, folder_vllm: str, to: Path) -> str:
+def other_folder(family: str, vllm_folder: str, to: Path) -> str:
     """A random model of `family` with the tokenizer of `folder`."""
-    tokenizer = load_tokenizer(folder_vllm)
+    tokenizer = load_tokenizer(vllm_folder)
     ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     values = SHAPE | OTHERS[family] | ids | {"bos_token_id": None, "pad_token_id": None}
     with torch.random.fork_rng():
@@ -305,9 +305,9 @@ def other_folder(family: str, folder_vllm: str, to: Path) -> str:
     ],
 )
 def test_families_with_a_layout_of_their_own_in_vllm_are_loaded_tensor_by_tensor(
-    folder_vllm: str, tmp_path: Path, family: str, parallel: dict[str, int], tp: int
+    vllm_folder: str, tmp_path: Path, family: str, parallel: dict[str, int], tp: int
 ) -> None:
-    other = other_folder(family, folder_vllm, tmp_path / family)
+    other = other_folder(family, vllm_folder, tmp_path / family)
     found = run(other, parallel, tp)
     assert {result["kind"] for result in found} == {StreamedWeights}
     wanted = rows(run(other, {}, 1))
@@ -320,9 +320,9 @@ def test_families_with_a_layout_of_their_own_in_vllm_are_loaded_tensor_by_tensor
 @needs_vllm
 @pytest.mark.slow
 def test_what_vllm_computes_by_transformers_classes_is_refused_in_process(
-    folder_vllm: str, tmp_path: Path
+    vllm_folder: str, tmp_path: Path
 ) -> None:
-    other = other_folder("gpt_neox", folder_vllm, tmp_path / "gpt_neox")
+    other = other_folder("gpt_neox", vllm_folder, tmp_path / "gpt_neox")
     with pytest.raises(RankError, match=r"no model of its own for GPTNeoXForCausalLM.*in_process="):
         run(other, {}, 1)
     found = rows(run(other, {}, 1, in_process=False))
