@@ -1,7 +1,7 @@
 """Drift signals: what in an RL run's metrics says that the policy learns its reward, not the task.
 
-Each compares the last quarter of the steps with the first one; the noise is that of neighbouring
-steps. A signal never stops a run.
+Each compares the last quarter of the steps with the first one, over the whole run and over its
+second half; the noise is that of neighbouring steps. A signal never stops a run.
 """
 
 import math
@@ -13,7 +13,7 @@ import pandas as pd
 
 PREFIX = "drift/"
 _LEAST_STEPS = 8
-_LEAST = 3  # values of a metric that not every step has
+_LEAST, _LEAST_LATE = 3, 6  # values of a metric that not every step has, and in the second half
 _SURE, _LIKELY = 3.0, 2.0  # standard errors
 # Signals by a metric that doesn't rise while the reward does, and what it is.
 _FLAT = {
@@ -46,10 +46,10 @@ class _Change(NamedTuple):
     text: str
 
 
-def _change(values: np.ndarray) -> _Change | None:
-    """Measure `[T]` values, NaN where a step has none; None for too few."""
+def _change(values: np.ndarray, least: int) -> _Change | None:
+    """Measure `[T]` values, NaN where a step has none; None for fewer than `least`."""
     values = values[np.isfinite(values)]
-    if len(values) < _LEAST:
+    if len(values) < least:
         return None
     size = max(1, len(values) // 4)
     noise = float(np.mean(np.diff(values) ** 2)) / 2  # von Neumann's: a trend adds little
@@ -59,7 +59,22 @@ def _change(values: np.ndarray) -> _Change | None:
 
 
 def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
-    """The signals at the last step of `history`, a row a step: those that can be measured."""
+    """The signals at the last step of `history`, a row a step: those that can be measured.
+
+    The second half counts alone, too: a policy may learn the task first, and then only its reward.
+    """
+    half = len(history) // 2
+    late = {s.name: s for s in _signals(history[half:], _LEAST_LATE) if s.raised}
+    return [
+        late[name]._replace(sentence=f"since step {half + 1} {late[name].sentence}")
+        if not raised and name in late
+        else Signal(name, raised, sentence)
+        for name, raised, sentence in _signals(history, _LEAST)
+    ]
+
+
+def _signals(history: Sequence[Mapping[str, float]], least: int) -> list[Signal]:
+    """Compare the last quarter of these steps with their first one."""
     if len(history) < _LEAST_STEPS:
         return []
 
@@ -76,7 +91,7 @@ def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
             longer = length - length[: len(length) // 4].mean()
             values = correct - np.nanmean(values) * longer
         since = int(np.isfinite(values).argmax())
-        rise, right, other = (_change(v[since:]) for v in (reward, correct, values))
+        rise, right, other = (_change(v[since:], least) for v in (reward, correct, values))
         if rise and other:
             # If the reward rises by far more than accuracy, a few points of accuracy may be noise.
             enough = max(0.01, right.gain / 2 if right else 0.0, min(0.05, rise.gain / 10))
@@ -94,7 +109,7 @@ def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
             sentence = f"the reward goes {rise.text}, {meaning} {other.text}"
             measured.append(Signal(name, raised, sentence))
     for name, (metric, meaning, most) in _RISING.items():
-        if change := _change(curve(metric)):
+        if change := _change(curve(metric), least):
             raised = change.gain > most + _LIKELY * change.error
             measured.append(Signal(name, raised, f"{meaning} goes {change.text}"))
     return measured

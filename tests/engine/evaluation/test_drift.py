@@ -73,6 +73,15 @@ def test_a_signal_is_raised_by_its_own_curve(name: str, curves: dict[str, np.nda
     assert drift.metrics(history) == {f"drift/{other}": float(other == name) for other in measured}
 
 
+def test_a_reward_that_is_learned_alone_after_the_task_is_drift() -> None:
+    """The task is learned in the first half; the whole run's gain hides what the second one is."""
+    task = np.minimum(curve(0.2, 1.0, seed=1), curve(0.6, 0.6, seed=3))
+    history = rows(reward__second_grader=task, validation__correct=task)
+    assert raised(history[: STEPS // 2]) == set()
+    assert raised(history) == {"second_grader", "held_out"}
+    assert all(s.sentence.startswith("since step 41 ") for s in drift.signals(history) if s.raised)
+
+
 def test_length_that_comes_with_better_answers_is_no_drift() -> None:
     """Within a step the longer answers are no better, as with reasoning that grows."""
     assert raised(rows(response__length_mean=curve(40, 400, 5))) == set()
