@@ -235,7 +235,9 @@ class RowMapper:
     def __init__(self, config: RowsConfig) -> None:
         """Raise ConfigError for a template that is not one."""
         self._config = config
-        sandbox = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+        sandbox = ImmutableSandboxedEnvironment(
+            undefined=StrictUndefined, finalize=lambda value: "" if value is None else value
+        )
         sandbox.filters |= {"boxed": boxed, "number": number, "required": required}
         self._templates: dict[str, Template] = {}
         for column, text in config.templates.items():

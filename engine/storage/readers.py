@@ -27,7 +27,7 @@ _UNREADABLE = (pa.ArrowException, OSError, ValueError, OverflowError)
 
 
 def csv_rows(file: BinaryIO, name: str, delimiter: str) -> Iterator[json_rows.Numbered]:
-    """The rows of a CSV file below its header, from 1, all cells as text."""
+    """The rows of a CSV file below its header, from 1: cells as text, or None for an empty one."""
     # Bytes that aren't UTF-8 become lone surrogates, so that their row alone is refused.
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     csv.field_size_limit(json_rows.LONGEST_LINE)
@@ -58,7 +58,7 @@ def csv_rows(file: BinaryIO, name: str, delimiter: str) -> Iterator[json_rows.Nu
         if fault:
             yield number, DataError(f"{name}, row {number}: {fault}")
         else:
-            yield number, dict(zip(header, cells, strict=True))
+            yield number, {name: cell or None for name, cell in zip(header, cells, strict=True)}
 
 
 def parquet_rows(file: BinaryIO, name: str) -> Iterator[json_rows.Numbered]:

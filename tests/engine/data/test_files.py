@@ -192,6 +192,16 @@ def test_files_in_s3_are_read_as_local_ones(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_an_empty_cell_is_no_ground_truth_and_hides_no_later_row(tmp_path: Path) -> None:
+    path = tmp_path / "sums.csv"
+    good = "".join(f"{n}+1?,{n + 1}\n" for n in range(9))
+    path.write_text(f"input,target\n7+1?,\n{good}")
+    with pytest.raises(DataError, match=r"sums\.csv, row 1: there is no ground truth"):
+        load_splits(config(path), 0)
+    splits = load_splits(config(path, bad_rows="drop"), 0)
+    assert sum(len(frame) for name, frame in splits.frames().items() if "sft" not in name) == 9
+
+
 def mapped(raw: dict[str, Any], **settings: Any) -> dict[str, Any]:
     return RowMapper(RowsConfig.model_validate(settings))(raw, "d.csv, row 2")
 
@@ -218,6 +228,11 @@ def test_columns_are_named_nested_and_templated() -> None:
         {"answer": {"value": "#### 2"}},
     )
     assert "q" not in row
+
+
+def test_null_is_nothing_in_a_template() -> None:
+    row = mapped({"q": "1+1?", "hint": None}, templates={"prompt": "{{ q }}{{ hint }}"})
+    assert row["prompt"] == [{"role": "user", "content": "1+1?"}]
 
 
 def test_rows_of_verl_pass_as_they_are() -> None:
