@@ -48,17 +48,21 @@ def reward_audit(run: RunContext, settings: RewardAuditSettings, dataset: Artifa
             this.tracked.set_tags({f"reward_audit.{name}": audit.sentence()})
         (this.folder / FILE).write_text(audits.to_json(by_scorer))
         failed = [f"{n}: {a.sentence()}" for n, a in by_scorer.items() if not a.passed]
+        if failed:
+            checks = [check for audit in by_scorer.values() for check in audit.checks]
+            fooled = (c for c in checks if c.severity == "hole" and c.truth)
+            shown = [f"{c.completion!r} counts as right where {c.truth!r} is" for c in fooled][:1]
+            example = "".join(f" (for example {text})" for text in shown)
         if failed and settings.required:
             host().publish_pages()
             raise RewardError(
                 f"the reward audit found holes ({'; '.join(failed)}), and "
-                "promote.require_reward_audit is set; correct the scorer (python -m "
-                "engine.reward_audit shows examples)"
+                f"promote.require_reward_audit is set; correct the scorer{example}"
             )
         if failed:
             say(
-                f"{KIND}: the run goes on, as promote.require_reward_audit is false; python -m "
-                "engine.reward_audit shows an example of each hole"
+                f"{KIND}: the run goes on, as promote.require_reward_audit is false{example}; its "
+                "report will have an example of each hole"
             )
         holes = sum(len(audit.names("hole")) for audit in by_scorer.values())
         return this.publish({"passed": float(not failed), "holes": float(holes)})
