@@ -387,7 +387,8 @@ def tracked_files() -> list[str]:
         return [
             str(path.relative_to(REPOSITORY))
             for package in ("engine", "examples", "tasks", "workflows")
-            for path in (REPOSITORY / package).rglob("*.py")
+            for path in (REPOSITORY / package).rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
         ]
     return [name for name in listed.stdout.split() if (REPOSITORY / name).exists()]
 
