@@ -149,7 +149,7 @@ class PreferenceTrainingConfig(PreferenceConfig, OfflineConfig):
 
     loss: str = "sigmoid"
     """pairs: sigmoid (DPO), ipo, hinge, robust, simpo, orpo, package.module:name; labels: kto"""
-    optim: OptimConfig = OptimConfig(lr=1e-4, schedule="linear", warmup_ratio=0.1)
+    optim: OptimConfig = OptimConfig(lr=5e-5, schedule="linear", warmup_ratio=0.1)
     reference: Literal["precomputed", "live"] = "precomputed"
     """The reference's log-probs: once before the first step, or in each step by a frozen copy of
     the start model. With adapters the reference is the model without them"""
