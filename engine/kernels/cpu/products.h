@@ -13,7 +13,13 @@
 
 #define STRIP 6         // rows of a product that are summed together
 #define PANEL 64        // columns of it
-#define SOME 48         // rows whose float32 products exist at a time
+#ifdef TILES
+#define SOME 64         // rows whose float32 products exist at a time
+#define SHARE TILE      // a thread's rows are a multiple of it
+#else
+#define SOME 48
+#define SHARE STRIP
+#endif
 #define DEEP 64         // words of a row that are float32 numbers at a time
 #define BLOCK_ROWS 192  // rows after which gradients of weights are added up
 #define INNER 128       // columns of the MLP's inside that are computed together
@@ -296,7 +302,7 @@ int64_t mlp_forward(const Mlp *m) {
         panels_of_columns(m->up, n, h / 2, up);
         panels_of_columns(m->down, h, n / 2, down);
 #pragma omp barrier
-        own_share(m->rows, STRIP, &from, &to);
+        own_share(m->rows, SHARE, &from, &to);
         if (!g) failed = 1, to = from;
         for (int64_t r = from; r < to; r += SOME) {
             int64_t count = least(SOME, to - r);
@@ -414,7 +420,7 @@ int64_t mlp_backward(const Mlp *m) {
             panels_of_rows(m->gate, h, n, gate);
             panels_of_rows(m->up, h, n, up);
 #pragma omp barrier
-            own_share(m->rows, STRIP, &from, &to);
+            own_share(m->rows, SHARE, &from, &to);
             if (!room) failed = 1, to = from;
             if (from == to) memset(own, 0, 3 * size * sizeof(float));
             for (int64_t r = from; r < to; r += BLOCK_ROWS)
@@ -482,7 +488,7 @@ int64_t linears_forward(const Linears *l) {
             for (int64_t k = 0; k < l->count; at += panels(l->parts[k++].width, depth))
                 panels_of_columns(l->parts[k].weight, l->parts[k].width, depth, weights + at);
 #pragma omp barrier
-            own_share(l->rows, STRIP, &from, &to);
+            own_share(l->rows, SHARE, &from, &to);
             for (int64_t r = from; r < to; r += SOME) {
                 int64_t count = least(SOME, to - r);
                 const word *x = (const word *)(l->x + r * l->in), *w = weights;
@@ -575,7 +581,7 @@ int64_t linears_backward(const Linears *l) {
                 at += panels(l->in, upto(width, 16) / 2);
             }
 #pragma omp barrier
-            own_share(l->rows, STRIP, &from, &to);
+            own_share(l->rows, SHARE, &from, &to);
             if (!room) failed = 1, to = from;
             if (from == to) memset(sums, 0, size * sizeof(float));
             for (int64_t r = from; r < to; r += BLOCK_ROWS)
