@@ -82,6 +82,15 @@ def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
         return this.publish(facts)
 
 
+def check_rows(data: DataConfig, model_path: str, context: int, seed: int) -> tuple[Splits, int]:
+    """Read and check the rows as `preprocess` does; return the longest prompt's tokens, too."""
+    splits = read_splits(data, seed, say)
+    tokenizer = choose_tokenizer(splits, data, model_path)
+    splits, _ = apply_control_tokens(splits, tokenizer, data.control_tokens)
+    splits, tokens = fit_to_context(splits, tokenizer, data, context)
+    return splits, max(map(max, tokens.values()))
+
+
 def write_splits(
     this: Stage, splits: Splits, tokenizer: PreTrainedTokenizerBase, data: DataConfig, context: int
 ) -> dict[str, float]:

@@ -30,7 +30,6 @@ from engine.config import (
 )
 from engine.console import say
 from engine.data.cells import texts_of
-from engine.data.prepare import read_splits
 from engine.data.row_files import address_digest, data_files
 from engine.data.sources import source_digest
 from engine.errors import ConfigError, DataError
@@ -105,13 +104,17 @@ def plan(
         say(f"plan: {line}")
     show_run(run, config, data_digest, machines, **facts)
     if host().dry_run:
-        tables = read_splits(config.data, config.seed, say).tables()
+        from engine.stages.dataset import check_rows  # which loads transformers
+
+        splits, longest = check_rows(config.data, config.model.path, context, config.seed)
+        tables = splits.tables()
         if len(tables["test"]) < min(fewest, config.data.test_size or fewest):
             say(
                 f"plan: {len(tables['test'])} test rows are less than promote.minimum_problems="
                 f"{fewest}, so that nothing is promoted by the split test; give more rows"
             )
-        say(f"rows      {', '.join(f'{name} {len(rows)}' for name, rows in tables.items())}")
+        counts = ", ".join(f"{name} {len(rows)}" for name, rows in tables.items())
+        say(f"rows      {counts}; longest prompt {longest} tokens")
         for line in profiles.rl_estimate(config, machines) if workflow in BY_RL else ():
             say(line)
     data, seed, skip, start = config.data, config.seed, config.sft.skip, config.model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,7 @@ def test_without_a_warm_start_rl_begins_with_the_model_as_it_is(asked: Asked) ->
     assert "warm start" not in page
 
 
-def test_a_plan_warns_of_rates_for_small_models_and_of_few_test_rows(
+def test_a_dry_run_warns_of_high_rates_and_few_rows_and_refuses_long_prompts(
     place: Place, model_folder: Callable[..., Path]
 ) -> None:
     folder = model_folder("qwen2")
@@ -66,6 +67,11 @@ def test_a_plan_warns_of_rates_for_small_models_and_of_few_test_rows(
     assert "plan: rl.actor.optim.lr=0.0005 suits small models from scratch" in outcome.out
     assert "plan: sft.optim.lr" not in outcome.out
     assert "plan: data.test_size=8 is less than promote.minimum_problems=" in outcome.out
+    assert re.search(r"^rows      .*, test 8; longest prompt \d+ tokens$", outcome.out, re.M)
+    config = settings(ONE_STEP, {"data": {"max_response_length": 510}})
+    outcome = place.pyflyte(*command[:-1], config, variables={"HYBRIDFLYTE_DRY_RUN": "1"})
+    assert outcome.code == 1
+    assert "the longest prompt has " in outcome.err
 
 
 @pytest.mark.slow
