@@ -6,9 +6,13 @@ deadlock. A role must draw random numbers from generators of its own: all thread
 ones.
 """
 
+import atexit
 import ctypes
 import logging
+import os
 import queue
+import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -20,6 +24,7 @@ from typing import TypeVar
 import torch
 
 from engine.batch import Batch, Future
+from engine.console import INTERRUPTED, TERMINATED
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
 from engine.controller.timeline import Recorder, Span, span
 from engine.controller.worker_host import RemoteCall, RoleSpec, WorkerHost, merge_results
@@ -29,7 +34,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SOFT_PAUSE = 1  # omp_pause_soft: threads end, settings stay
-_left_behind: list[threading.Thread] = []  # of closed hosts, their last call not ended then
+# Of closed hosts, their last call not ended then; and the status of a process that ends for it.
+_left_behind: dict[threading.Thread, int | None] = {}
 
 
 class LocalHost:
@@ -71,7 +77,7 @@ class LocalHost:
         if not closing.done():
             log.warning("%s: a call has not ended; left behind", self.host.name)
             self._refuses = True
-            _left_behind.append(self._thread)
+            _left_behind[self._thread] = _status_after(sys.exc_info()[1])
             return
         closing.result()
         self._thread.join()
@@ -107,6 +113,26 @@ def close_hosts(hosts: Sequence[LocalHost], grace_s: float = 3.0) -> None:
 def threads_left_behind() -> list[str]:
     """Names of closed hosts whose last call still runs, with its memory and its threads."""
     return [thread.name for thread in _left_behind if thread.is_alive()]
+
+
+def _status_after(error: BaseException | None) -> int | None:
+    if error is None:
+        return None
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    code = error.code if isinstance(error, SystemExit) else 1
+    return TERMINATED if code == signal.SIGTERM else code if isinstance(code, int) else 1
+
+
+@atexit.register
+def _exit_without_calls() -> None:
+    """After an error end the process here: a call that returns to a dying interpreter aborts it."""
+    for thread, status in _left_behind.items():
+        if status is not None and thread.is_alive():
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
 
 
 def end_openmp_team() -> None:

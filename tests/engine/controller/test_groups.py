@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -413,6 +415,34 @@ def test_a_local_call_in_foreign_code_is_left_behind(caplog: pytest.LogCaptureFi
     while threads_left_behind():
         assert time.monotonic() < until, "it ends with its foreign code"
         time.sleep(0.05)
+
+
+LEFT_BEHIND = """
+import atexit, signal, sys, time
+atexit.register(print, "dying")
+from types import SimpleNamespace
+from engine.controller.local_groups import LocalHost, close_hosts
+
+host = LocalHost(SimpleNamespace(name="slow", use_threads=lambda: None, close=lambda: None))
+host.submit(lambda: time.sleep(60))
+try:
+    raise {error}
+finally:
+    close_hosts([host], 0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [("KeyboardInterrupt", 130), ("SystemExit(signal.SIGTERM)", 143), ("ValueError", 1)],
+)
+def test_a_process_ends_without_the_calls_that_it_left_behind(error: str, status: int) -> None:
+    """Its interpreter doesn't die around them: a call that returns then aborts the process."""
+    program = LEFT_BEHIND.format(error=error)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (status, ""), ended.stderr
 
 
 CALLS = """
