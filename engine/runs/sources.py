@@ -121,8 +121,9 @@ def _of_folder(place: str) -> RecordedRun:
         )
     loader = state.get("prompts", {}).get("loader", {})
     settings = {f"data.{k}": v for k, v in loader.items() if k in ("train_files", "rows", "digest")}
-    settings |= {"steps": state["step"]} if state else {}
-    settings |= state.get("settings", {}) | {"model.path": state.get("policy", {}).get("model", "")}
+    if state:  # none before the first checkpoint
+        settings |= {"steps": state["step"], **state.get("settings", {})}
+        settings["model.path"] = state.get("policy", {}).get("model", "")
     name, texts = "/".join(place.split("/")[-2:]), parameters(settings)
     return RecordedRun(name, place, texts, _curves(metrics), answers, test)
 

@@ -113,6 +113,14 @@ def test_settings_and_steps_without_a_metrics_file_are_in_the_checkpoint(
     assert run.metrics["actor/kl"] == whole.metrics["actor/kl"]
 
 
+def test_before_its_first_checkpoint_a_run_has_no_settings_that_differ(
+    home: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder(home, "fast"), tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert compare([read_run("p/fast"), read_run(str(tmp_path))]).settings == {}
+
+
 def test_a_run_is_read_from_mlflow_as_from_its_folder(home: Path) -> None:
     run, local = read_run(mlflow_id(home, "fast")), read_run("p/fast")
     assert run.name == "fast"
