@@ -104,7 +104,7 @@ def plan(
         say(f"plan: {line}")
     show_run(run, config, data_digest, machines, **facts)
     if host().dry_run:
-        from engine.stages.dataset import check_rows  # which loads transformers
+        from engine.stages.row_checks import check_rows  # which loads transformers
 
         splits, longest = check_rows(config.data, config.model.path, context, config.seed)
         tables = splits.tables()

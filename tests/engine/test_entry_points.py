@@ -43,7 +43,7 @@ from engine.models import check_vocabulary, vocabulary_and_context
 from engine.preferences import rank_rollouts
 from engine.runtime import HybridActor
 from engine.serve.native_backend import NativeBackend
-from engine.stages import dataset, evaluation, fetch, preferences, training
+from engine.stages import dataset, evaluation, fetch, preferences, row_checks, training
 from engine.stages.settings import EvaluationSettings
 from engine.trainers import preference_learning
 from engine.trainers.offline import SFTTrainer
@@ -176,9 +176,9 @@ def rollouts_for_pairs(place: Place) -> None:
 def dataset_stage(place: Place) -> None:
     data = DataConfig(max_response_length=200, sft_size=16, train_size=16, test_size=4)
     splits = dataset.sources.load_splits(data, 0)
-    tokenizer = dataset.choose_tokenizer(splits, data, str(place.model))
+    tokenizer = row_checks.choose_tokenizer(splits, data, str(place.model))
     context = vocabulary_and_context(place.model)[1]
-    dataset.fit_to_context(splits, tokenizer, data, context)
+    row_checks.fit_to_context(splits, tokenizer, data, context)
 
 
 NO_SPLITS: Any = None  # from which a tokenizer is trained where there is no model
@@ -190,7 +190,7 @@ def sft_stage(place: Place) -> None:
     rows = [json.loads(line) for line in Path(place.file("sft")).read_text().splitlines()]
     frame = pd.DataFrame([{**row, "prompt": as_chat(row["prompt"])} for row in rows])
     frame.to_parquet(folder / "sft_train.parquet")
-    tokenizer = dataset.choose_tokenizer(NO_SPLITS, DataConfig(), str(place.model))
+    tokenizer = row_checks.choose_tokenizer(NO_SPLITS, DataConfig(), str(place.model))
     start = ModelConfig(path=str(place.model))
     model = training.start_model(start, config, tokenizer, 0, folder / "scratch")
     examples = training.read_examples(folder, "train", tokenizer)

@@ -15,8 +15,9 @@ from engine.data.rows import rl_row, sft_row
 from engine.data.sources import Splits, source_digest
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
 from engine.errors import DataError, ModelError
-from engine.stages.dataset import apply_control_tokens, fit_to_context, write_split
+from engine.stages.dataset import write_split
 from engine.stages.evaluation import describe_problems
+from engine.stages.row_checks import apply_control_tokens, fit_to_context
 from engine.stages.settings import DatasetSettings
 from tasks.stages import preprocess
 
