@@ -145,11 +145,7 @@ class AdaptiveKL(FixedKL):
 
 
 def full_kl(
-    logits: Tensor,
-    ref_logits: Tensor,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int = 512,
+    logits: Tensor, ref_logits: Tensor, *, temperature: float = 1.0, chunk_tokens: int = 512
 ) -> Tensor:
     """KL(π ‖ π_ref), exact over the vocabulary, of logits `[..., V]` → `[...]`, float32 or float64.
 

@@ -39,9 +39,7 @@ DASHBOARD_VARIABLE = "HYBRIDFLYTE_RAY_DASHBOARD"
 
 
 def launch(
-    placement: Placement,
-    specs: Sequence[RoleSpec],
-    recorder: Recorder | None = None,
+    placement: Placement, specs: Sequence[RoleSpec], recorder: Recorder | None = None
 ) -> Roles:
     """Start the processes, build the roles in them, and return their groups.
 
@@ -70,10 +68,7 @@ def launch(
 
 
 def _launch_local(
-    placement: Placement,
-    specs: dict[str, RoleSpec],
-    recorder: Recorder | None,
-    closing: ExitStack,
+    placement: Placement, specs: dict[str, RoleSpec], recorder: Recorder | None, closing: ExitStack
 ) -> Launched:
     groups: dict[str, WorkerGroup] = {}
     hosts: list[LocalHost] = []
@@ -96,10 +91,7 @@ def _launch_local(
 
 
 def _launch_ray(
-    placement: Placement,
-    specs: dict[str, RoleSpec],
-    recorder: Recorder | None,
-    closing: ExitStack,
+    placement: Placement, specs: dict[str, RoleSpec], recorder: Recorder | None, closing: ExitStack
 ) -> Launched:
     import ray
 

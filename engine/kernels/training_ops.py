@@ -389,13 +389,7 @@ def _run_mlp(gate: Tensor, up: Tensor, down: Tensor, by_loops: bool, rows: int) 
 
 
 def mlp(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    down: Tensor,
-    residual: Tensor | None = None,
-    *,
-    keep: bool,
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor | None = None, *, keep: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return residual + down(silu(gate(x)) · up(x)) of rows x [n, H]; to `keep`: gate(x), up(x)."""
     out = torch.empty_like(x)

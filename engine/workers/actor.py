@@ -22,12 +22,7 @@ from engine.algorithms.divergences import kl_estimate
 from engine.batch import TOKENS, Batch
 from engine.checkpoint.format import RankState
 from engine.checkpoint.state_dict import StateDict
-from engine.config import (
-    ActorConfig,
-    DistillationConfig,
-    LoRAConfig,
-    PreferenceConfig,
-)
+from engine.config import ActorConfig, DistillationConfig, LoRAConfig, PreferenceConfig
 from engine.data.collate import token_budget_batches
 from engine.errors import CheckpointError
 from engine.models import forward
