@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _SOFT_PAUSE = 1  # omp_pause_soft: threads end, settings stay
-# Of closed hosts, their last call not ended then; and the status of a process that ends for it.
-_left_behind: dict[threading.Thread, int | None] = {}
+# Of closed hosts, their last call not ended then; and the status of a process after an error, or 0.
+_left_behind: dict[threading.Thread, int] = {}
 
 
 class LocalHost:
@@ -115,24 +115,22 @@ def threads_left_behind() -> list[str]:
     return [thread.name for thread in _left_behind if thread.is_alive()]
 
 
-def _status_after(error: BaseException | None) -> int | None:
-    if error is None:
-        return None
+def _status_after(error: BaseException | None) -> int:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    code = error.code if isinstance(error, SystemExit) else 1
+    code = error.code if isinstance(error, SystemExit) else int(error is not None)
     return TERMINATED if code == signal.SIGTERM else code if isinstance(code, int) else 1
 
 
 @atexit.register
 def _exit_without_calls() -> None:
     """After an error end the process here: a call that returns to a dying interpreter aborts it."""
-    for thread, status in _left_behind.items():
-        if status is not None and thread.is_alive():
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+    running = (status for thread, status in _left_behind.items() if thread.is_alive())
+    if status := next(running, None):
+        atexit.unregister(_exit_without_calls)
+        atexit._run_exitfuncs()  # of what was imported before, such as temporary folders
+        sys.stdout.flush()
+        os._exit(status)
 
 
 def end_openmp_team() -> None:
