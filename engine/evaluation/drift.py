@@ -64,13 +64,9 @@ def signals(history: Sequence[Mapping[str, float]]) -> list[Signal]:
     The second half counts alone, too: a policy may learn the task first, and then only its reward.
     """
     half = len(history) // 2
-    late = {s.name: s for s in _signals(history[half:], _LEAST_LATE) if s.raised}
-    return [
-        late[name]._replace(sentence=f"since step {half + 1} {late[name].sentence}")
-        if not raised and name in late
-        else Signal(name, raised, sentence)
-        for name, raised, sentence in _signals(history, _LEAST)
-    ]
+    second = (s for s in _signals(history[half:], _LEAST_LATE) if s.raised)
+    late = {s.name: s._replace(sentence=f"since step {half + 1} {s.sentence}") for s in second}
+    return [s if s.raised else late.get(s.name, s) for s in _signals(history, _LEAST)]
 
 
 def _signals(history: Sequence[Mapping[str, float]], least: int) -> list[Signal]:
