@@ -32,20 +32,13 @@ from engine.models import (
 )
 from engine.parallel.layout import Layout
 from engine.runtime.policy_runtime import StartModel, open_tokenizer
-from engine.trainers import auto_placement, preference_learning
-from engine.trainers.offline import (
-    SFTTrainer,
-    changed_settings,
-    is_on_ray,
-    run_settings,
-    total_steps,
-)
+from engine.trainers import auto_placement, offline, preference_learning
 from engine.workers.algorithm_options import check_preference_training
 
 E = TypeVar("E", bound=AnyExample)
 
 _METHODS: dict[str, tuple[str, Any]] = {  # what is said of a kind of training, and its trainer
-    "sft": ("fine-tuning", SFTTrainer),
+    "sft": ("fine-tuning", offline.SFTTrainer),
     "preference": ("", preference_learning.PreferenceTrainer),
     "sequence": ("Bradley-Terry", preference_learning.RewardModelTrainer),
     "token": ("process rewards", preference_learning.ProcessRewardTrainer),
@@ -63,7 +56,7 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
         check_preference_training(config.preference)
     tokenizer = open_tokenizer(model.path)
     train, validation = _read(config, tokenizer)
-    name, steps = training.section, total_steps(training, len(train))
+    name, steps = training.section, offline.total_steps(training, len(train))
     method, trainer_class = _METHODS[_kind(config)]
     if isinstance(config, SFTRunConfig):
         turns = "all turns" if config.sft.train_on == "all" else "the last turn"
@@ -87,7 +80,7 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
     with (
         run_folder.error_details_file(folder),
         hold_lock(checkpoints),
-        ray_session("ray" if is_on_ray(training) else "local"),
+        ray_session("ray" if offline.is_on_ray(training) else "local"),
         trainer_class(start, pad, training, seed=config.seed, start=model.path) as trainer,
         open_log(config, folder, checkpoints) as log,
     ):
@@ -139,9 +132,12 @@ def _plan_lines(config: OfflineRunConfig, train: Sequence[AnyExample], steps: in
         seconds, usual = auto_placement.step_estimate(mean, *machines)
         yield f"estimate  for {ranks} × {kind or 'CPU'}; memory by the longest row"
         yield from [*longest[:-1], usual[-1]]
-    settings = run_settings(training, config.seed, config.model.path, len(train))
+    settings = offline.run_settings(training, config.seed, config.model.path, len(train))
     yield from run_folder.plan_lines(
-        config.run, steps, seconds, lambda saved: changed_settings(training, saved, settings)
+        config.run,
+        steps,
+        seconds,
+        lambda saved: offline.changed_settings(training, saved, settings),
     )
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.config import DataConfig, PipelineConfig, RetrainConfig, digest
 from engine.console import say
-from engine.data import contract, sources
+from engine.data import contract, prepare, sources
 from engine.data.incremental_data import (
     DataFile,
     NewFiles,
@@ -27,14 +27,6 @@ from engine.data.incremental_data import (
     find_new_files,
     find_new_rows,
     sample_replay,
-)
-from engine.data.prepare import (
-    CARD,
-    SplitCard,
-    card_html,
-    card_markdown,
-    check_contract,
-    read_splits,
 )
 from engine.data.sources import SPLITS, Splits
 from engine.errors import ConfigError, DataError, LineageError, TrackingError, first_line
@@ -67,7 +59,7 @@ def preprocess(run: RunContext, settings: DatasetSettings) -> Artifact:
     data, seed = settings.data, settings.seed
     recorded = settings.model_dump(mode="json", include={"data", "model_path", "seed"})
     with stage("dataset", run, recorded) as this:
-        splits = read_splits(data, seed, say)
+        splits = prepare.read_splits(data, seed, say)
         tokenizer = choose_tokenizer(splits, data, settings.model_path)
         facts = write_splits(this, splits, tokenizer, data, settings.context)
         say(
@@ -112,13 +104,13 @@ def write_card(
     """
     cards = []
     for name, frame in tables.items():
-        card = SplitCard(name, "tokens", digest=hash_file(folder / f"{name}.parquet"))
+        card = prepare.SplitCard(name, "tokens", digest=hash_file(folder / f"{name}.parquet"))
         for row, length in zip(frame.to_dict("records"), tokens[name], strict=True):
             card.add({str(column): cell for column, cell in row.items()}, length)
         cards.append(card)
-    markdown = card_markdown(source, made_of, cards, notes)
-    (folder / CARD).write_text(markdown, encoding="utf-8")
-    host().show("Data", card_html(markdown))
+    markdown = prepare.card_markdown(source, made_of, cards, notes)
+    (folder / prepare.CARD).write_text(markdown, encoding="utf-8")
+    host().show("Data", prepare.card_html(markdown))
 
 
 def write_split(frame: pd.DataFrame, path: Path) -> None:
@@ -280,7 +272,7 @@ def ingest(run: RunContext, settings: IngestSettings, champion: Artifact) -> Art
         this.parents.append(manifest.as_parent("former_dataset", new_data.dataset))
         model = str(champion.local())
         splits = with_new_rows(previous, settings)
-        check_contract(splits)
+        prepare.check_contract(splits)
         context = vocabulary_and_context(model)[1]
         facts = write_splits(this, splits, open_tokenizer(model), settings.data, context)
         ledger = [*read_ledger(previous), *new_data.files]

@@ -23,7 +23,10 @@ from engine.runtime.policy_runtime import open_tokenizer
 
 
 def check_rows(data: DataConfig, model_path: str, context: int, seed: int) -> tuple[Splits, int]:
-    """Read and check the rows as `preprocess` does; return the longest prompt's tokens, too."""
+    """Read and check the rows as `preprocess` does; return the longest prompt's tokens, too.
+
+    Raises DataError for bad rows, and ModelError for a context that is too short for them.
+    """
     splits = read_splits(data, seed, say)
     tokenizer = choose_tokenizer(splits, data, model_path)
     splits, _ = apply_control_tokens(splits, tokenizer, data.control_tokens)

@@ -9,20 +9,14 @@ from contextlib import contextmanager
 from torch import nn
 
 from engine.errors import ConfigError, RolloutError
+from engine.rollout.native import decoding_weights
 from engine.rollout.native.decoder import Decoder, GenericDecoder, RoutedExperts
-from engine.rollout.native.decoding_weights import (
-    LlamaWeights,
-    TensorParallel,
-    TPModelShard,
-    UnsupportedModel,
-    bind,
-)
 from engine.rollout.native.kv_cache import KvBudget, Limits
 from engine.rollout.native.llama_decoder import LlamaDecoder, can_graph
 from engine.rollout.protocol import WeightGuard
 from engine.rollout.trainer_model import embedding_weight, text_config
 
-Model = nn.Module | TPModelShard
+Model = nn.Module | decoding_weights.TPModelShard
 
 
 class ModelHandle:
@@ -60,9 +54,9 @@ class ModelHandle:
         return self._model
 
     @property
-    def tp(self) -> TensorParallel | None:
+    def tp(self) -> decoding_weights.TensorParallel | None:
         """The ranks that decode together with this one."""
-        return self._model.tp if isinstance(self._model, TPModelShard) else None
+        return self._model.tp if isinstance(self._model, decoding_weights.TPModelShard) else None
 
     @contextmanager
     def updating(self, model: Model | None, version: int) -> Iterator[Model]:
@@ -85,7 +79,7 @@ class ModelHandle:
     def vocab_size(self) -> int:
         """Count the rows of the input embedding, on all ranks together."""
         model = self.get()
-        if isinstance(model, TPModelShard):
+        if isinstance(model, decoding_weights.TPModelShard):
             return int(model.config.vocab_size)
         return embedding_weight(model).shape[0]
 
@@ -112,11 +106,11 @@ class ModelHandle:
         writes = sum(p._version for p in self._parameters if not p.is_inference())
         return self.version, id(self._model), writes
 
-    def bind(self, model: Model) -> LlamaWeights:
+    def bind(self, model: Model) -> decoding_weights.LlamaWeights:
         """Look the weights up; raises UnsupportedModel where only a model's own forward will do."""
-        if isinstance(model, TPModelShard):
+        if isinstance(model, decoding_weights.TPModelShard):
             return model.weights()
-        return bind(model, merge=self._merge)
+        return decoding_weights.bind(model, merge=self._merge)
 
     def decoder(
         self,
@@ -135,7 +129,7 @@ class ModelHandle:
         slots, columns = limits.max_num_seqs, limits.longest_prompt + limits.max_new_tokens
         try:
             weights = self.bind(model)
-        except UnsupportedModel:
+        except decoding_weights.UnsupportedModel:
             if self.budget is not None:
                 slots, columns, _ = self.budget.room(1, limits)
             assert isinstance(model, nn.Module), "a shard was bound before"
