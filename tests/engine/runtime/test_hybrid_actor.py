@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from tiny_engine import VOCABULARY, tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine import HybridActor, measure_switch_overhead
+from engine.data.tokenizer import load_tokenizer
 from engine.errors import ConfigError, DataError, EngineError, ModelError, RolloutError
 from engine.parallel.layout import Layout
 from engine.rollout import protocol
@@ -31,8 +33,13 @@ from engine.runtime.hybrid_actor import StorageCounter
 
 @pytest.mark.usefixtures("one_thread")
 def test_an_actor_from_a_folder_is_saved_as_any_model(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pads-on-the-right"
+    shutil.copytree(tiny_folder, folder)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.padding_side = "right"
+    tokenizer.save_pretrained(folder)
     actor = HybridActor.from_pretrained(
-        tiny_folder, hybrid_config={"tp_size": 1, "fsdp_sharding": "HYBRID_SHARD"}
+        folder, hybrid_config={"tp_size": 1, "fsdp_sharding": "HYBRID_SHARD"}
     )
     encoded = actor.tokenizer(["2+3=", "11+"], padding=True, return_tensors="pt")
     found = actor.generate(**encoded, max_new_tokens=6)
