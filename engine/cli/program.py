@@ -168,7 +168,9 @@ def _help_sections(form: Form[Any]) -> Iterator[tuple[str, list[tuple[str, str, 
     for path, model, settings in sections(form.config):
         rows = []
         for setting in settings:
-            name, note = names.get(setting.path, (setting.path.removeprefix(form.prefix), ""))
+            short = setting.path.removeprefix(form.prefix)
+            own = setting.path if short in form.table.settings else short  # else another's key
+            name, note = names.get(setting.path, (own, ""))
             about = "; ".join(filter(None, (setting.about, note)))
             rows.append((setting.path, f"{name} = {setting.default}", about))
         if rows:

@@ -107,7 +107,8 @@ class OutputConfig(RunOutputConfig):
     """Validate the newest checkpoint or model.path; no training"""
     log_val_generations: int = Field(0, ge=0, description="Completions of a validation to print")
     val_before_train: bool = Field(True, description="Validate before the first step, too")
-    save_freq: int = Field(-1, ge=-1, description="Steps between saves; -1: after the last only")
+    save_freq: int = Field(-1, ge=-1)
+    """Steps between model folders, step_N; -1: after the last only"""
 
     @property
     def ranks(self) -> int | None:

@@ -241,7 +241,7 @@ class TrainerConfig(LoopConfig):
     rollout_silence_s: float = Field(60.0, gt=0)
     """async: a rollout worker without a heartbeat is replaced"""
     max_rollout_restarts: int = Field(3, ge=0, description="async: restarts of a rollout worker")
-    save_freq: int = Field(20, ge=1, description="Steps between checkpoints, if the run saves any")
+    save_freq: int = Field(20, ge=1, description="Steps between checkpoints, to resume from")
     resume_from: str = ""
     """Checkpoint, or folder of a run, to continue from if this run has no checkpoint yet"""
     final_model: Literal["best", "last"] = "best"

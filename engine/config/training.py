@@ -118,7 +118,7 @@ class OfflineConfig(LoopConfig):
     packing: bool | Literal["auto"] = "auto"
     """Rows as one sequence without padding, a shared prompt computed once; auto: where that saves a
     twentieth of the positions"""
-    save_freq: int = Field(50, ge=1, description="Steps between checkpoints, if the run saves any")
+    save_freq: int = Field(50, ge=1, description="Steps between checkpoints, to resume from")
     parallel: ParallelConfig = ParallelConfig()
     placement: Literal["ray", "local"] | None = None
     """Ray actors, or this process; None: Ray for a layout of several ranks"""

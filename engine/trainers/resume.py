@@ -279,7 +279,7 @@ class PreemptionNotice:
     def _on_deadline(self, number: int, frame: FrameType | None) -> NoReturn:
         raise errors.PreemptedError(
             f"pre-empted, and no step was finished and saved in {self._grace_s:g} s; the run "
-            "resumes from the checkpoint before (trainer.save_freq, trainer.preemption_grace_s)"
+            "resumes from the checkpoint before (rl.trainer.save_freq, trainer.preemption_grace_s)"
         )
 
 

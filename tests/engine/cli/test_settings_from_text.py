@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -447,10 +448,9 @@ def test_a_file_that_is_no_configuration(tmp_path: Path, content: str | None, wo
 def test_help_lists_every_setting_with_default_and_meaning() -> None:
     text = help_text(PPO, "", "all")
     words = " ".join(text.split())
-    for path, _ in setting_paths(RunConfig):
-        names = (name for name, key in PPO.table.settings.items() if key.paths == (path,))
-        shown = next(names, path.removeprefix("rl."))
-        assert f"  {shown} = " in text, path
+    keys = [PPO.find(shown) for shown in re.findall(r"^  (\S+) = ", text, re.MULTILINE)]
+    shown = [path for key in keys if key is not None for path in key.paths]
+    assert sorted(shown) == sorted(path for path, _ in setting_paths(RunConfig))
     assert "actor_rollout_ref.actor.optim.lr = 0.0005" in text
     assert "Peak learning rate" in text
     assert "counts prompts" in text
