@@ -8,8 +8,12 @@ from engine.planner.resources import GIB
 
 SHOWN = 5
 _HEADS = (
-    *("layout", "ranks", "rollout tp", "tokens", "keeps", "GiB", "train s", "move s", "roll s"),
-    "lost by",
+    *("layout", "ranks", "rollout tp", "tokens", "to save memory", "GiB"),
+    *("train s", "move s", "roll s", "lost by"),
+)
+_LEGEND = (
+    "  (*: chosen; x: too large; tokens: of a micro-batch; GiB: of a rank; seconds of a step: "
+    "training, what moves between ranks, rollout)"
 )
 
 
@@ -60,8 +64,7 @@ def explain_memory(chosen: PricedCandidate, most: PricedCandidate) -> str:
 def options_text(priced: PricedCandidate) -> str:
     """Return what a plan keeps in memory, and what not."""
     c, rollout = priced.candidate, priced.rollout_memory
-    kept = "activations kept" if c.memory_options == "-" else c.memory_options
-    text = f"{c.tokens} tokens a micro-batch, {kept}"
+    text = f"{c.tokens} tokens a micro-batch, {c.memory_options or 'activations kept'}"
     return f"{text}, rollout with {rollout}" if rollout else text
 
 
@@ -132,8 +135,9 @@ def _table(rows: Sequence[PricedCandidate]) -> list[str]:
     """Return the lines of a table, the chosen candidate first."""
     cells: list[tuple[str, ...]] = [("", *_HEADS)]
     for priced in rows:
-        c, mark = priced.candidate, "*" if priced is rows[0] else " " if priced.fits else "-"
-        numbers = (c.layout, priced.allocation.ranks, c.rollout_tp, c.tokens, c.memory_options)
+        c, mark = priced.candidate, "*" if priced is rows[0] else " " if priced.fits else "x"
+        options = c.memory_options or "nothing"
+        numbers = (c.layout, priced.allocation.ranks, c.rollout_tp, c.tokens, options)
         seconds = (f"{value:.3g}" for value in _seconds(priced))
         lost = _lost(priced, rows[0])
         cells.append((mark, *map(str, numbers), f"{rank_gib(priced):.2f}", *seconds, lost))
@@ -141,5 +145,4 @@ def _table(rows: Sequence[PricedCandidate]) -> list[str]:
     for index, column in enumerate(columns):
         justify = str.ljust if index in (1, 5, 10) else str.rjust
         columns[index] = tuple(justify(text, max(map(len, column))) for text in column)
-    lines = [f"  {'  '.join(row).rstrip()}" for row in zip(*columns, strict=True)]
-    return lines if all(priced.fits for priced in rows) else [*lines, "  (-: too large)"]
+    return [*(f"  {'  '.join(row).rstrip()}" for row in zip(*columns, strict=True)), _LEGEND]

@@ -137,7 +137,7 @@ class Candidate:
 
     @property
     def memory_options(self) -> str:
-        """Return what is offloaded to CPU memory, and what is recomputed."""
+        """Return what is offloaded to CPU memory, and what is recomputed; "" for nothing."""
         names = {
             "offload weights": self.offload_policy,
             "offload weights between phases": self.moves_weights,
@@ -146,11 +146,11 @@ class Candidate:
             "recompute selectively": self.checkpoints == "selective",
             "recompute": self.checkpoints is True,
         }
-        return ", ".join(name for name, used in names.items() if used) or "-"
+        return ", ".join(name for name, used in names.items() if used)
 
     def __str__(self) -> str:  # e.g. "fsdp=4, rollout tp 4, 16384 tokens a micro-batch, recompute"
         text = f"{self.layout}, rollout tp {self.rollout_tp}, {self.tokens} tokens a micro-batch"
-        return text if self.memory_options == "-" else f"{text}, {self.memory_options}"
+        return f"{text}, {self.memory_options}" if self.memory_options else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class FixedSettings:
         parts = [f"{axis}={size}" for axis, size in self.axes.items()]
         parts += [f"rollout tp {self.rollout_tp}"] if self.rollout_tp else []
         parts += [f"{self.tokens} tokens"] if self.tokens else []
-        return ", ".join([*parts, self.options.memory_options.strip("-")]).strip(", ")
+        return ", ".join(filter(None, [*parts, self.options.memory_options]))
 
 
 @dataclass(frozen=True, slots=True)

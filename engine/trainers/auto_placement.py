@@ -436,7 +436,7 @@ def _fitting(section: str, plan: Callable[[], planner.PlacementPlan]) -> str:
     except EngineError:
         return "no layout of these machines would"
     candidate, rollout = chosen.candidate, ""
-    options = "" if candidate.memory_options == "-" else f" ({candidate.memory_options})"
+    options = f" ({candidate.memory_options})" if candidate.memory_options else ""
     if chosen.rollout_memory:
         rollout = f", rollout.tensor_parallel_size {candidate.rollout_tp}"
     return f"{section}.parallel {candidate.layout}{options}{rollout} would"

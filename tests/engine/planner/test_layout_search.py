@@ -371,7 +371,7 @@ def test_it_prints_the_choice_and_a_table(
     assert "4 ranks" in lines[1]
     assert "least estimated time" in lines[3]
     head = next(i for i, line in enumerate(lines) if line.lstrip().startswith("layout"))
-    shown = "layout ranks rollout-tp tokens keeps GiB train-s move-s roll-s lost-by"
+    shown = "layout ranks rollout-tp tokens to-save-memory GiB train-s move-s roll-s lost-by"
     assert lines[head].split() == shown.replace("-", " ").split()
     assert lines[head + 1].lstrip().startswith("*")
 
