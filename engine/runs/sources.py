@@ -90,7 +90,8 @@ def _of_artifact(place: str) -> RecordedRun:
     evaluations = sorted(evaluations, key=lambda node: str(node.created_at))[-1:]
     above = [edge for node in evaluations for edge in graph.parents(node.key)]
     policy = next((graph.nodes[edge.parent] for edge in above if edge.name == "policy"), start)
-    settings: dict[str, Any] = {"code": policy.manifest.code_version if policy.manifest else ""}
+    code = policy.manifest.code_version if policy.manifest else ""
+    settings: dict[str, Any] = {"code": code, "trained_by": policy.kind}
     for node in (*evaluations, policy, *graph.ancestors(policy.key)):
         settings = {**flatten(node.draft.config), **settings}
         settings |= {node.kind: node.digest} if node.kind in ("source", "dataset") else {}

@@ -412,6 +412,7 @@ def test_settings_are_read_as_a_person_would_write_them(artifacts: tuple[Path, P
         read_run(str(evaluated(number, "1" * 8, reward_audit=[verdict])))
         for number, verdict in ((4, audit), (5, foul))
     )
+    assert first.settings["trained_by"] == "rl"
     key = "reward_audit.exact_match"
     assert compare([first, second]).settings[key] == ["passed", "holes: chain, doubt"]
     digest, columns = "0123456789ab" + "c" * 52, {"data.columns.prompt": "input"}
