@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import multiprocessing
 import resource
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from rollout import SIZES, build_model
 
 from engine.batch import Batch
 from engine.config import ActorConfig
+from engine.console import command_line
 from engine.data.collate import collate_completions
 from engine.data.tokenizer import train_tokenizer
 from engine.models import save_model
@@ -94,6 +96,7 @@ def memory(way: str, folder: str, args: argparse.Namespace) -> tuple[int, float]
     return subject.tokens, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
+@command_line()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="10M")
@@ -123,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -14,6 +14,7 @@ import functools
 import json
 import math
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from typing import Any
 from training_case import make_trainer, quiet, write_model
 
 from engine.checkpoint import Saver
+from engine.console import command_line
 from engine.trainers.rl import RLTrainer
 
 SHAPES = {"1M": (144, 4), "10M": (384, 5), "100M": (1152, 6)}  # width and layers
@@ -46,6 +48,7 @@ class Row:
     bytes_over_least: float = 0.0
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     quiet()
@@ -157,4 +160,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -9,6 +9,7 @@ to another through the object store, and looks where it lies when it arrives.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -18,6 +19,7 @@ import torch
 from training_case import make_trainer, quiet, write_model
 
 from engine.batch import Batch
+from engine.console import command_line
 from engine.controller.launch import launch
 from engine.controller.placement import Placement, Pool
 from engine.controller.timeline import CONTROLLER, Span
@@ -25,6 +27,7 @@ from engine.controller.worker_host import RoleSpec
 from engine.workers.role import Dispatch, Worker, dispatch
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     quiet()
@@ -114,4 +117,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -31,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 from engine import weight_transfer
 from engine.batch import Batch
 from engine.config import ActorConfig
+from engine.console import command_line
 from engine.data.collate import collate_completions
 from engine.models import load_model
 from engine.weight_transfer import WeightReceiver, WeightSender
@@ -41,6 +43,7 @@ DTYPES = ("float32", "bfloat16")
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     transformers_logging.set_verbosity_error()
@@ -204,4 +207,4 @@ def completions(rows: int, vocabulary: int, seed: int) -> Batch:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

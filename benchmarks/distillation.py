@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from vs_trl import machine
 
 from engine.config import ModelConfig, RLConfig, SFTConfig
-from engine.console import quiet
+from engine.console import command_line, quiet
 from engine.data.sources import Splits, load_splits
 from engine.data.tokenizer import load_tokenizer
 from engine.models import build_model, load_model, save_model
@@ -43,6 +44,7 @@ RL = {
 }
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     quiet()
@@ -133,4 +135,4 @@ def parameters(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,6 +16,7 @@ answer at once, in this process (0) and in processes of their own.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import threading
 import time
@@ -36,7 +37,7 @@ from rollout import SIZES, build_model
 from engine.agents.agent_loop import EpisodePlayer
 from engine.agents.environment_protocol import Action, Observation
 from engine.config import AgentConfig, RLConfig
-from engine.console import quiet
+from engine.console import command_line, quiet
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import train_tokenizer
 from engine.models import save_model
@@ -247,6 +248,7 @@ def memory() -> int:
     return sum(one.memory_full_info().pss for one in (own, *own.children(recursive=True)))
 
 
+@command_line()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--many", type=int, default=0, help="environments to open at once")
@@ -278,4 +280,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

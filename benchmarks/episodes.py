@@ -9,6 +9,7 @@ kept prefixes, and the share of time that is not the stream's: tokenising, envir
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from engine.agents.agent_loop import EpisodePlayer, LocalEnvironments
 from engine.agents.environment_protocol import Action, Observation
 from engine.agents.episode import Episode, EpisodeLimits, EpisodeTokenizer, plain_action
+from engine.console import command_line
 from engine.data.templates import encode_prompt
 from engine.data.tokenizer import train_tokenizer
 from engine.rollout.native import NativeEngine
@@ -62,6 +64,7 @@ class Timed:
         return done
 
 
+@command_line()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="10M")
@@ -135,4 +138,4 @@ def episodes(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

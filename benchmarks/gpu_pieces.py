@@ -34,7 +34,7 @@ from gpu_training import timed
 
 from engine.cli.commands.health import expectation
 from engine.cli.health_checks import check
-from engine.console import quiet
+from engine.console import command_line, quiet
 from engine.errors import EngineError
 from engine.rollout.protocol import create_engine
 from engine.runtime.policy_runtime import SleepingEngine
@@ -261,6 +261,7 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     quiet()
@@ -278,4 +279,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from engine.console import command_line
+
 HERE = Path(__file__).parent
 SECONDS = {  # a piece may take; together it is --limit-s that counts
     "ceilings": 40,
@@ -94,6 +96,7 @@ class Machine:
         return f"{self.count} × {self.device} ({self.memory_gib:.0f} GiB), {versions}"
 
 
+@command_line()
 def main() -> None:
     args, passed = parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the piece
@@ -239,4 +242,4 @@ def say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

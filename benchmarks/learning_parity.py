@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
@@ -24,12 +25,13 @@ from transformers.utils import logging as transformers_logging
 from vs_trl import machine
 
 from engine.config import RLConfig
-from engine.console import quiet
+from engine.console import command_line, quiet
 from engine.data.sources import load_splits
 
 GAP = ("rollout_corr/k3_kl", "rollout_corr/log_prob_diff_mean", "rollout_corr/log_prob_diff_max")
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     quiet()
@@ -75,4 +77,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

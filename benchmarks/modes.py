@@ -13,6 +13,7 @@ makes with a timeline, before those that are timed; the rest of its best repeat'
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +21,13 @@ from typing import Any
 
 from training_case import make_trainer, quiet, timed_fit, write_model
 
+from engine.console import command_line
 from engine.controller.timeline import Span
 
 BASE = "turns (async, staleness 0)"
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     quiet()
@@ -82,4 +85,4 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,7 +25,7 @@ from engine.config import (
     RLConfig,
     SFTConfig,
 )
-from engine.console import quiet
+from engine.console import command_line, quiet
 from engine.data.templates import encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
 from engine.models import load_model, resolve_dtype, text_config
@@ -39,6 +39,7 @@ AS_TRL: dict[str, Any] = {"actor": {"use_kl_loss": False, "optim": {"warmup_rati
 """Of the product's settings what TRL's defaults don't have."""
 
 
+@command_line()
 def main() -> None:
     quiet()
     folder, settings = Path(sys.argv[1]), nested(sys.argv[2:])
@@ -229,4 +230,4 @@ def offline_settings(case: Case) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ from engine.config import (
     load_config,
 )
 from engine.config.base import Section
-from engine.console import quiet
+from engine.console import command_line, quiet
 from engine.data.preference_rows import Kind
 from engine.data.sources import Splits, load_splits
 from engine.data.tokenizer import load_tokenizer
@@ -82,6 +83,7 @@ class Bench:
     before: np.ndarray  # [512] whether the warm start's greedy answers are right
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     quiet()
@@ -254,4 +256,4 @@ def say(bench: Bench, text: str, begin: Clock) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -23,12 +23,13 @@ import torch
 import vs_trl
 from trl_environment import trl_python
 
-from engine.console import quiet
+from engine.console import command_line, quiet
 from engine.kernels import choices
 
 STORED = Path(__file__).with_name("quick.json")
 
 
+@command_line()
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Ratios against the stored ones; exit status 1 where one is lost.",
@@ -121,4 +122,4 @@ def library_ratios(threads: int) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

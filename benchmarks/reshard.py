@@ -16,6 +16,7 @@ import json
 import math
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -34,6 +35,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from engine.config import ParallelConfig
+from engine.console import command_line
 from engine.parallel.exchange import Exchange, view
 from engine.parallel.fsdp import shard_model
 from engine.parallel.layout import Layout, ModelShape, RolloutLayout, rollout_layout
@@ -112,6 +114,7 @@ SHAPES = {  # layers, heads, key heads, hidden, intermediate, vocabulary
 }
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler that sees memory is talkative
@@ -509,4 +512,4 @@ def llama(size: str) -> tuple[ModelShape, dict[str, tuple[int, ...]]]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

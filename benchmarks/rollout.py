@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from engine.console import command_line
 from engine.rollout.protocol import SamplingParams, create_engine
 
 # name: (hidden, intermediate, layers, heads, key heads, vocabulary)
@@ -44,6 +46,7 @@ PROMPTS = {"1M": 64, "10M": 16, "100M": 4, "135M": 4}
 Rollout = Callable[[int], int]  # seed → useful tokens
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     transformers_logging.set_verbosity_error()
@@ -285,4 +288,4 @@ def ratio(results: dict[str, dict[str, float]], name: str) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

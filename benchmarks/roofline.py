@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from vs_trl_cases import (
     write_sft_case,
 )
 
-from engine.console import quiet
+from engine.console import command_line, quiet
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer
 from engine.kernels.choices import known_choices
@@ -66,6 +67,7 @@ class Phase:
         return max(self.flops / peak.flops, self.bytes / peak.bytes)
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     quiet()
@@ -273,4 +275,4 @@ def growth(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,6 +15,7 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -26,10 +27,12 @@ from transformers import Qwen2ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine import HybridActor, measure_switch_overhead
+from engine.console import command_line
 from engine.rollout.protocol import create_engine
 from engine.runtime.hybrid_actor import StorageCounter
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     transformers_logging.set_verbosity_error()
@@ -147,4 +150,4 @@ def naive_reload(
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

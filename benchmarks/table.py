@@ -29,6 +29,8 @@ from typing import Any
 from vs_trl import THEIRS, cpu_info, matrix_unit
 from vs_trl_cases import LIMITS, SIZES
 
+from engine.console import command_line
+
 HERE = Path(__file__).parent
 STORED = HERE / "table.json"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
@@ -81,6 +83,7 @@ ROWS = [
 Figures = dict[str, Any]  # of a row: `ours` and `theirs` by name, in seconds or tokens a second
 
 
+@command_line()
 def main() -> None:
     parser = argparse.ArgumentParser(
         description="Measure the rows of the public table on this machine, and write the page.",
@@ -234,4 +237,4 @@ def replace(path: Path, text: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -32,7 +32,7 @@ from trl_environment import CACHE, trl_python
 from turns import Contestant
 from vs_trl import THEIRS, contestant, machine
 
-from engine.console import quiet
+from engine.console import command_line, quiet
 from engine.data.sources import Splits, load_splits
 from engine.data.templates import encode_prompts
 from engine.data.tokenizer import load_tokenizer, train_tokenizer
@@ -52,6 +52,7 @@ class Curve:
         return next((s for s, score in self.points or () if score >= goal), None)
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     quiet()
@@ -201,4 +202,4 @@ def summary(args: argparse.Namespace, results: dict[int, dict[str, Any]]) -> Non
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -40,7 +40,7 @@ from vs_trl_cases import (
     write_sft_case,
 )
 
-from engine.console import quiet
+from engine.console import command_line, quiet
 
 HERE = Path(__file__).parent
 STEPS_OF_ROWS = ("sft", "dpo", "reward")  # tasks without a rollout
@@ -57,6 +57,7 @@ LOSS_TOLERANCE = 1e-5
 Figures = dict[str, float]
 
 
+@command_line()
 def main() -> None:
     args = parse_args()
     quiet()
@@ -281,4 +282,4 @@ def save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

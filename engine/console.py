@@ -4,6 +4,7 @@ Progress goes to stderr and tables to stdout, so that a pipe gets the tables alo
 printed or logged passes `engine.redaction.presentable`: it may come from configurations and data.
 """
 
+import atexit
 import functools
 import logging
 import os
@@ -52,14 +53,14 @@ INTERRUPTED, TERMINATED, PIPE_CLOSED = 130, 143, 141
 
 def command_line(
     failed: int = 1, *, left: str = ""
-) -> Callable[[Callable[P, int]], Callable[P, int]]:
+) -> Callable[[Callable[P, int | None]], Callable[P, int]]:
     """Decorator of a command's `main`: where it ends early, a line and a status, no traceback.
 
     The status is `failed` after an EngineError, 130 after Ctrl-C and 141 after `| head`. `left`
     says what a signal leaves behind; with it, SIGTERM unwinds `main` as Ctrl-C does: 143.
     """
 
-    def decorate(main: Callable[P, int]) -> Callable[P, int]:
+    def decorate(main: Callable[P, int | None]) -> Callable[P, int]:
         @functools.wraps(main)
         def run(*args: P.args, **kwargs: P.kwargs) -> int:
             before = signal.signal(signal.SIGTERM, _terminate) if left else None
@@ -85,9 +86,9 @@ def command_line(
     return decorate
 
 
-def _status(main: Callable[[], int], failed: int, left: str) -> int:
+def _status(main: Callable[[], int | None], failed: int, left: str) -> int:
     try:
-        return main()
+        return main() or 0
     except EngineError as error:
         say(f"error: {error}", error=True)
         return failed
@@ -103,6 +104,14 @@ def _status(main: Callable[[], int], failed: int, left: str) -> int:
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(number)  # as Ray's own handler does while it starts
+
+
+def end_process(status: int) -> NoReturn:
+    """End without Python's orderly end, which would wait for native code in a thread, or abort."""
+    atexit.unregister(end_process)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def _has_no_reader(stream: TextIO) -> bool:
