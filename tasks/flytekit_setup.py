@@ -1,5 +1,6 @@
 """Set up flytekit before tasks load: patches, images, and credentials."""
 
+import atexit
 import functools
 import logging
 import os
@@ -22,7 +23,7 @@ from flytekit.models.literals import Scalar
 from flytekit.models.types import Error, LiteralType
 from pydantic import BaseModel
 
-from engine.console import INTERRUPTED, say
+from engine.console import INTERRUPTED, end_process, say
 from engine.errors import ConfigError
 from engine.stages import pods
 from engine.stages.stage import is_dry_run
@@ -32,6 +33,7 @@ from engine.stages.stage import is_dry_run
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
     """End on Ctrl-C with the status of all commands here; flytekit's own handler ends with 1."""
+    atexit.register(end_process, INTERRUPTED)  # a call of Ray's ends with 1 whatever the status
     sys.exit(INTERRUPTED)
 
 

@@ -9,7 +9,6 @@ ones.
 import atexit
 import ctypes
 import logging
-import os
 import queue
 import signal
 import sys
@@ -24,7 +23,7 @@ from typing import TypeVar
 import torch
 
 from engine.batch import Batch, Future
-from engine.console import INTERRUPTED, TERMINATED
+from engine.console import INTERRUPTED, TERMINATED, end_process
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
 from engine.controller.timeline import Recorder, Span, span
 from engine.controller.worker_host import RemoteCall, RoleSpec, WorkerHost, merge_results
@@ -128,9 +127,7 @@ def _exit_without_calls() -> None:
     running = (status for thread, status in _left_behind.items() if thread.is_alive())
     if status := next(running, None):
         atexit.unregister(_exit_without_calls)
-        atexit._run_exitfuncs()  # of what was imported before, such as temporary folders
-        sys.stdout.flush()
-        os._exit(status)
+        end_process(status)
 
 
 def end_openmp_team() -> None:

@@ -14,7 +14,7 @@ from flyte.models import ActionPhase
 from flyte.notify import Email
 
 from engine import stages as bodies
-from engine.console import say
+from engine.console import end_process, say
 from engine.stages import pods
 from engine.stages.profiles import Profile
 from engine.stages.settings import Plan, RetrainingPlan
@@ -93,7 +93,7 @@ def recorded(
         p = plan()
         if is_dry_run():
             say("to do     what follows the plan and is not cached; dry run, nothing is computed")
-            host.end_command(0)
+            end_process(0)
         kept["run"] = p.run
         host.on_interrupt.append(partial(record, "interrupted", run=p.run, status="KILLED"))
         return run(p)

@@ -1,12 +1,10 @@
 """Flyte 2 as a stage sees it: its host, errors, inputs and outputs, caching and signals."""
 
-import atexit
 import contextlib
 import contextvars
 import hashlib
 import json
 import logging
-import os
 import signal
 import sys
 import threading
@@ -14,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import flyte
 import flyte.errors
@@ -28,7 +26,7 @@ from flyteidl2.core.types_pb2 import LiteralType, SimpleType
 from engine import errors
 from engine.config import PipelineConfig, parse_config
 from engine.config.text import read_settings
-from engine.console import quiet, say
+from engine.console import end_process, quiet, say
 from engine.data.contract import EVALUATION_ROWS, check
 from engine.redaction import redact_causes
 from engine.stages import pods, stage
@@ -233,14 +231,7 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
     for record in on_interrupt:
         say("interrupted; what is done is cached, run again to continue")
         record()
-    end_command(128 + number)
-
-
-def end_command(status: int) -> NoReturn:
-    """End this process; an orderly end would wait for native code in a thread, or abort in it."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    os._exit(status)
+    end_process(128 + number)
 
 
 if threading.current_thread() is threading.main_thread():
