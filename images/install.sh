@@ -21,7 +21,7 @@ if [ -z "$python" ]; then
     exit 1
 fi
 
-echo "making the environment in $venv with $("$python" --version) (about 4 minutes)"
+echo "making the environment in $venv with $("$python" --version) (4 to 6 minutes)"
 "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 
