@@ -74,7 +74,7 @@ class LocalHost:
     def end_close(self, closing: futures.Future[None]) -> None:
         """Wait for the thread, or leave it behind; raise what closing the roles has raised."""
         if not closing.done():
-            log.warning("%s: a call has not ended; left behind", self.host.name)
+            log.warning("%s: closed during a call; its thread ends with it", self.host.name)
             self._refuses = True
             _left_behind[self._thread] = _status_after(sys.exc_info()[1])
             return
