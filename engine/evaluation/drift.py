@@ -90,7 +90,8 @@ def _signals(history: Sequence[Mapping[str, float]], least: int) -> list[Signal]
         rise, right, other = (_change(v[since:], least) for v in (reward, correct, values))
         if rise and other:
             # If the reward rises by far more than accuracy, a few points of accuracy may be noise.
-            enough = max(0.01, right.gain / 2 if right else 0.0, min(0.05, rise.gain / 10))
+            enough = max(min(0.01, rise.gain / 2), right.gain / 2 if right else 0.0)
+            enough = max(enough, min(0.05, rise.gain / 10))
             flat = other.gain + _LIKELY * other.error < enough
             rises = other.gain > max(enough, _LIKELY * other.error)
             if name == "second_grader":

@@ -87,6 +87,14 @@ def test_length_that_comes_with_better_answers_is_no_drift() -> None:
     assert raised(rows(response__length_mean=curve(40, 400, 5))) == set()
 
 
+def test_a_reward_near_zero_whose_accuracy_rises_with_it_is_no_drift() -> None:
+    tiny = dict.fromkeys(("reward__mean", "reward__correct"), curve(2e-4, 1.3e-3, 5e-5))
+    grader = curve(4e-4, 1.4e-3, 5e-5, seed=1)
+    assert raised(rows(**tiny, reward__second_grader=grader, validation__correct=grader)) == set()
+    flat = curve(4e-4, 4e-4, 5e-6, seed=1)
+    assert "second_grader" in raised(rows(**tiny, reward__second_grader=flat))
+
+
 def test_longer_answers_that_a_second_grader_calls_right_are_no_drift() -> None:
     longer = {
         "response__length_mean": curve(40, 100, 1),
