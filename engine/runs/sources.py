@@ -32,7 +32,7 @@ from engine.storage.filesystem import home, read_file
 from engine.tracking.connection import flatten, parameters
 from engine.tracking.metric_logs import FILE
 from engine.tracking.model_versions import all_pages
-from engine.tracking.runs import NAME_TAG, PARENT_TAG, STAGE_TAG
+from engine.tracking.runs import NAME_TAG, PARENT_TAG, RUN_TAG, STAGE_TAG
 
 if TYPE_CHECKING:
     from mlflow.entities import Run
@@ -77,6 +77,11 @@ def read_run(reference: str, uri: str = "") -> RecordedRun:
         return replace(run, name=summary["run_id"], place=place)
     with suppress(FileNotFoundError):
         return _of_artifact(place)
+    if re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", reference):  # a workflow that has no summary here
+        tracker = open_registry(uri)
+        for tracked in _mlflow_runs(tracker):
+            if tracked.data.tags.get(RUN_TAG) == reference:
+                return _of_mlflow(tracked.info.run_id, tracker)
     return _of_folder(place)
 
 
@@ -134,7 +139,7 @@ def _of_mlflow(run_id: str, tracker: Tracker) -> RecordedRun:
     client = tracker.client
     with tracker.translated("read a run"), tempfile.TemporaryDirectory() as scratch:
         run = client.get_run(run_id)
-        folder = home() / "runs" / run.data.tags.get("hybridflyte.run", "none")
+        folder = home() / "runs" / run.data.tags.get(RUN_TAG, "none")
         if (folder / SUMMARY).is_file():
             return read_run(str(folder))
         clause = f"tags.`{PARENT_TAG}` = '{run_id}'"
@@ -206,22 +211,23 @@ def list_runs(uri: str = "", last: int = 20) -> list[dict[str, Any]]:
     tracker: Tracker | None = None
     with suppress(*[] if uri else [TrackingError]):  # nothing was tracked on this machine
         tracker = open_registry(uri)
-    for run in _mlflow_runs(tracker, last) if tracker is not None else ():
+    for run in islice(_mlflow_runs(tracker), last) if tracker is not None else ():
         run_id, updated = run.info.run_id, (run.info.end_time or run.info.start_time) / 1000
-        row = rows.setdefault(run_id, _row(run_id, updated, {}, run_id))
+        row = _row(run.data.tags.get(RUN_TAG, run_id), updated, {}, run_id)
+        row = rows.setdefault(run_id, row)
         row |= {k: run.data.metrics.get(name, row[k]) for k, name in LISTED.items()}
         row["state"] = run.info.status.lower()
     newest = sorted(rows.values(), key=lambda row: row["updated"], reverse=True)[:last]
     return [_with_last_step(row) for row in newest]
 
 
-def _mlflow_runs(tracker: Tracker, last: int) -> list[Run]:
-    """Return the newest pipelines and command lines' runs of all experiments."""
+def _mlflow_runs(tracker: Tracker) -> Iterator[Run]:
+    """Yield the pipelines and command lines' runs of all experiments, newest first."""
     client, newest = tracker.client, ["attributes.start_time DESC"]
     with tracker.translated("list the runs"):
         where = [experiment.experiment_id for experiment in client.search_experiments()]
         runs = all_pages(lambda t: client.search_runs(where, order_by=newest, page_token=t))
-        return list(islice((run for run in runs if PARENT_TAG not in run.data.tags), last))
+        yield from (run for run in runs if PARENT_TAG not in run.data.tags)
 
 
 def _folders() -> Iterator[dict[str, Any]]:

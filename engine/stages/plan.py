@@ -44,6 +44,7 @@ from engine.storage.artifacts import read_manifest
 from engine.storage.digests import PACKAGES, sources_digest
 from engine.storage.filesystem import as_path, home, is_remote, pin_revision, require_model_name
 from engine.tracking import Tracker
+from engine.tracking.runs import RUN_TAG
 
 BY_RL = ("rlhf", "agents", "classic_rlhf")  # workflows with a warm start and RL
 BY_PREFERENCES = ("preference", "reward_model", "classic_rlhf", "make_pairs")
@@ -357,7 +358,7 @@ def open_run(config: PipelineConfig, data_digest: str, workflow: str) -> setting
         f"{workflow}-{run_id}",
         config.model_dump(mode="json"),
         {
-            "hybridflyte.run": run_id,
+            RUN_TAG: run_id,
             **execution_tags(execution),
             "code_version": digests.code_version(),
             "config_digest": digest(config),

@@ -158,6 +158,7 @@ SOURCE_TAG = "mlflow.source.name"
 KIND_TAG = "hybridflyte.kind"
 STAGE_TAG = "hybridflyte.stage"
 KEY_TAG = "hybridflyte.key"
+RUN_TAG = "hybridflyte.run"  # a workflow's run id, as it prints it
 ERROR_TAG = "hybridflyte.error"
 CHANGED_TAG = "hybridflyte.changed_settings"  # of a resumed run: MLflow's parameters are for ever
 PARAMETERS_A_CALL = 100

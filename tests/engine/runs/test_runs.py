@@ -28,6 +28,7 @@ from engine.runs.sources import RecordedRun, list_runs, read_run
 from engine.samples.sample_files import SampleFolder, SampleName
 from engine.storage.artifacts import Draft, local_path, publish, read_manifest, staging
 from engine.tracking import Tracker
+from engine.tracking.runs import RUN_TAG
 
 ROOT = Path(__file__).parents[3]
 REWARD = """
@@ -189,7 +190,8 @@ def test_a_pipeline_of_mlflow_is_one_run_with_the_metrics_of_its_training(
     monkeypatch.setenv("HYBRIDFLYTE_HOME", str(tmp_path))
     uri = f"sqlite:///{shutil.copy(mlflow_store, tmp_path / 'mlflow.db')}"
     tracker = Tracker(uri, "pipelines")
-    pipeline = tracker.start_pipeline("rlhf-1", {"rl": {"lr": 0.1, "on": True}, "seed": 3})
+    params, run_id = {"rl": {"lr": 0.1, "on": True}, "seed": 3}, "20261129-033126-46eb"
+    pipeline = tracker.start_pipeline("rlhf-1", params, {RUN_TAG: run_id})
     for kind, value in (("sft", 9.0), ("rl", 0.5), ("evaluation", 7.0)):
         with tracker.stage(kind, pipeline) as stage:
             stage.log_metrics({"reward/mean": value}, 4)
@@ -199,7 +201,10 @@ def test_a_pipeline_of_mlflow_is_one_run_with_the_metrics_of_its_training(
     assert run.metrics == {"reward/mean": {4: 0.5}}
     assert (run.name, run.test) == ("rlhf-1", "")
     (row,) = list_runs(uri)
-    assert (row["run"], row["state"], row["gain"]) == (pipeline, "finished", 0.25)
+    assert (row["run"], row["state"], row["gain"]) == (run_id, "finished", 0.25)
+    assert read_run(run_id, uri).metrics == run.metrics, "by the name that the list has"
+    with pytest.raises(DataError, match="20261129-033126-0000 is no run"):
+        read_run("20261129-033126-0000", uri)
 
 
 def test_two_runs_differ_in_one_setting_and_in_what_flipped(
