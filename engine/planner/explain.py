@@ -28,7 +28,8 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
     lacking = sorted(plan.lacking.items(), key=lambda item: -item[1])
     too_large = "".join(f", {count} too large in {phase}" for phase, count in lacking)
     why = (
-        f"least estimated time, {chosen.price.total:.3g} s a step, of the {plan.fitting} that fit "
+        f"least estimated time, {seconds_text(chosen.price.total)} s a step, of the "
+        f"{plan.fitting} that fit "
         f"({plan.considered} considered{too_large})"
     )
     if plan.others:
@@ -80,14 +81,15 @@ def _roles(plan: PlacementPlan) -> list[str]:
     samplers, price = best.work.ahead, best.price
     decode = "decodes" if samplers and samplers.count == 1 else "decode"
     also = [
-        f"{other.allocation.ranks} and {other.work.ahead} {other.price.total:.3g} s"
+        f"{other.allocation.ranks} and {other.work.ahead} {seconds_text(other.price.total)} s"
         for other in others[:SHOWN]
     ]
     if plan.together is not None:
-        also.append(f"taking turns on all GPUs (trainer.mode=sync) {plan.together:.3g} s")
+        turns = "taking turns on all GPUs (trainer.mode=sync)"
+        also.append(f"{turns} {seconds_text(plan.together)} s")
     return [
-        f"  roles   {best.allocation.ranks} GPU(s) compute for {price.trainer:.3g} s, while "
-        f"{samplers} {decode} for {price.ahead:.3g} s",
+        f"  roles   {best.allocation.ranks} GPU(s) compute for {seconds_text(price.trainer)} s, "
+        f"while {samplers} {decode} for {seconds_text(price.ahead)} s",
         *([f"          instead of that: {'; '.join(also)}"] if also else []),
     ]
 
@@ -131,6 +133,11 @@ def rank_gib(priced: PricedCandidate) -> float:
     return (priced.memory.peak / USABLE + RUNTIME) / GIB
 
 
+def seconds_text(seconds: float) -> str:
+    """Return three digits and no exponent of large numbers: `0.0128`, `23.6`, `3,390`."""
+    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
+
+
 def _table(rows: Sequence[PricedCandidate]) -> list[str]:
     """Return the lines of a table, the chosen candidate first."""
     cells: list[tuple[str, ...]] = [("", *_HEADS)]
@@ -138,7 +145,7 @@ def _table(rows: Sequence[PricedCandidate]) -> list[str]:
         c, mark = priced.candidate, "*" if priced is rows[0] else " " if priced.fits else "x"
         options = c.memory_options or "nothing"
         numbers = (c.layout, priced.allocation.ranks, c.rollout_tp, c.tokens, options)
-        seconds = (f"{value:.3g}" for value in _seconds(priced))
+        seconds = map(seconds_text, _seconds(priced))
         lost = _lost(priced, rows[0])
         cells.append((mark, *map(str, numbers), f"{rank_gib(priced):.2f}", *seconds, lost))
     columns = list(zip(*cells, strict=True))

@@ -26,7 +26,7 @@ from engine.models import MIXTURES, resolve_dtype, text_config
 from engine.parallel.decoder_plan import FAMILIES
 from engine.parallel.layout import AXES, Experts, Layout, ModelShape
 from engine.parallel.shard_maps import ROLLOUT_FAMILIES
-from engine.planner.explain import options_text, peak_parts, rank_gib
+from engine.planner.explain import options_text, peak_parts, rank_gib, seconds_text
 from engine.planner.layout_search import BUDGET, PricedCandidate
 from engine.planner.memory import Memory, estimate
 from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of
@@ -85,7 +85,7 @@ def workload(
         actor_epochs=actor.ppo_epochs,
         critic_epochs=config.critic.ppo_epochs,
         updates=-(-rows // mini) if mini else 1,
-        passes=sum((needs.old_log_probs, needs.reference, "teacher" in roles)),
+        passes=_plain_passes(config),
         full_kl=needs.ref_kl or (actor.use_kl_loss and actor.kl_loss_type == "full"),
         decodes=not engine.remote,
         decode_rows=rollout.max_num_seqs,
@@ -103,6 +103,12 @@ def workload(
         cuts_sequences=in_family and not getattr(model_config, "sliding_window", None),
         runs_ahead=run_spec.rollout_source(trainer).off_policy,
     )
+
+
+def _plain_passes(config: RLConfig) -> int:
+    """Passes of a step without gradients; modes that run ahead have one more for log-probs."""
+    needs, roles = run_spec.run_roles(config)
+    return sum((needs.old_log_probs, needs.reference, "teacher" in roles))
 
 
 def _shape(model_config: PretrainedConfig) -> ModelShape:
@@ -288,7 +294,8 @@ def plan_for(
     counts = [workers] if workers > 1 else []
     plan_apart = planner.search_apart(work, usable, plan, counts, [tp] if tp > 1 else sizes)
     try:  # rollout and update taking turns on all GPUs, to compare with
-        turns = replace(work, runs_ahead=False, samplers=0)
+        passes = _plain_passes(config.replaced({"trainer.mode": "sync"}))
+        turns = replace(work, runs_ahead=False, samplers=0, passes=passes)
         together = planner.search(turns, usable, fixed_settings(config)).chosen.price.total
     except EngineError:
         together = None
@@ -493,9 +500,9 @@ def step_estimate(
         f"memory    {rank_gib(priced):.2f} of {memory / GIB:.1f} GiB a rank at most, in "
         f"{needed.when}; {verdict}",
         f"          {peak_parts(priced)}; {options_text(priced)}",
-        f"time      {price.total:.3g} s a step, roughly: training {price.compute:.3g}, between "
-        f"ranks {price.traffic + price.switch:.3g}"
-        + (f", rollout {decoding:.3g}" if work.decodes else ""),
+        f"time      {seconds_text(price.total)} s a step, roughly: training "
+        f"{seconds_text(price.compute)}, between ranks {seconds_text(price.traffic + price.switch)}"
+        + (f", rollout {seconds_text(decoding)}" if work.decodes else ""),
     ]
     return price.total, lines
 

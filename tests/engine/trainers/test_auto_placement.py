@@ -207,6 +207,13 @@ def test_ranks_decode_together_where_they_share_a_key_head(tmp_path: Path) -> No
     assert plan.chosen.candidate.rollout_tp == 4
 
 
+def test_samplers_are_compared_with_what_the_mode_sync_would_take(tmp_path: Path) -> None:
+    """It has a pass less: the log-probs of rollout are of the same weights."""
+    sync = planned(tmp_path, "Qwen2.5-7B", 1, 8, H100, 1024)
+    apart = planned(tmp_path, "Qwen2.5-7B", 1, 8, H100, 1024, trainer={"mode": "async"})
+    assert apart.together == sync.chosen.price.total
+
+
 def test_sequences_over_more_ranks_than_heads_allow_name_the_next_best(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         planned(tmp_path, "Qwen2.5-7B", 1, 8, H100, 4096, actor={"parallel": {"sp": 8}})
