@@ -93,17 +93,16 @@ def _signals(history: Sequence[Mapping[str, float]], least: int) -> list[Signal]
             enough = max(min(0.01, rise.gain / 2), right.gain / 2 if right else 0.0)
             enough = max(enough, min(0.05, rise.gain / 10))
             flat = other.gain + _LIKELY * other.error < enough
-            rises = other.gain > max(enough, _LIKELY * other.error)
+            # Accuracy may catch up with a metric that was better from the start.
+            learned = right and right.gain > max(0.01, _LIKELY * right.error)
+            falls = other.gain < -max(0.01, _LIKELY * other.error)
+            ahead = right and learned and not falls and other.last >= right.last
             if name == "second_grader":
-                confirmed = rises
-            elif name == "length_adjusted":
-                flat = flat and not confirmed
-            elif right and right.gain > max(0.01, _LIKELY * right.error):
-                # Training may catch up with a validation that was better from the start.
-                falls = other.gain < -max(0.01, _LIKELY * other.error)
-                flat = flat and (falls or other.last < right.last)
-            raised = flat and rise.gain > max(_SURE * rise.error, 1e-6)
-            sentence = f"the reward goes {rise.text}, {meaning} {other.text}"
+                confirmed = bool(ahead) or other.gain > max(enough, _LIKELY * other.error)
+            held = confirmed if name == "length_adjusted" else ahead
+            raised = flat and not held and rise.gain > max(_SURE * rise.error, 1e-6)
+            accuracy = f"accuracy {right.text}, " if right else ""
+            sentence = f"the reward goes {rise.text}, {accuracy}{meaning} {other.text}"
             measured.append(Signal(name, raised, sentence))
     for name, (metric, meaning, most) in _RISING.items():
         if change := _change(curve(metric), least):

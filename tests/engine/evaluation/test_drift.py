@@ -95,6 +95,19 @@ def test_a_reward_near_zero_whose_accuracy_rises_with_it_is_no_drift() -> None:
     assert "second_grader" in raised(rows(**tiny, reward__second_grader=flat))
 
 
+def test_accuracy_that_catches_up_with_the_second_grader_is_no_drift() -> None:
+    """An agent that gives the right answer, and learns to give it in time."""
+    longer = {
+        "response__length_mean": curve(40, 100, 1),
+        "reward__length_slope": curve(0.01, 0.01, 0.001),
+        "validation__correct": curve(0.9, 0.95, 0.001),
+    }
+    right = {"reward__correct": curve(0.85, 0.93, 0.01), "reward__mean": curve(0.85, 0.93, 0.01)}
+    assert raised(rows(**longer, **right, reward__second_grader=curve(0.965, 0.976, 0.01))) == set()
+    falls = raised(rows(**longer, **right, reward__second_grader=curve(0.99, 0.94, 0.005)))
+    assert falls == {"second_grader", "length_adjusted"}
+
+
 def test_longer_answers_that_a_second_grader_calls_right_are_no_drift() -> None:
     longer = {
         "response__length_mean": curve(40, 100, 1),
