@@ -69,6 +69,8 @@ class RewardAudit:
 
     def sentence(self) -> str:
         """E.g. `failed, holes: hedged list, chain; 32 checks on 16 rows`."""
+        if not self.rows:
+            return "nothing to audit, as the environment gives the reward"
         parts = ["passed" if self.passed else "failed"]
         for severity in ("hole", "warning"):
             if names := self.names(severity):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.console import command_line, quiet, say, table
+from engine.console import command_line, display_path, quiet, say, table
 from engine.runs.comparison import SHOWN, RunComparison, compare
 from engine.runs.sources import Curve, list_runs, read_run
 from engine.storage.filesystem import write_text
@@ -55,6 +55,7 @@ def _compare(options: argparse.Namespace) -> None:
         say(f"dry run: {options.html} is not written ({len(page):,} characters)", error=True)
     elif options.html:
         write_text(Path(options.html).expanduser(), page, "choose another file")
+        say(display_path(Path(options.html)), error=options.json)
 
 
 def _print(comparison: RunComparison, samples: int) -> None:
