@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ def sampled(fake: FakeServer) -> int:
     return fake.count("/v1/completions") - fake.count("/reload")  # each delivery has a probe
 
 
+def check_equal(done: list[Completion], expected: list[Completion]) -> None:
+    """All equal but log-probs, which the batch that a server decodes may round otherwise."""
+    assert [replace(c, log_probs=[]) for c in done] == [replace(c, log_probs=[]) for c in expected]
+    for c, other in zip(done, expected, strict=True):
+        assert c.log_probs == pytest.approx(other.log_probs, abs=1e-5)
+
+
 def check_serves(engine: ServerEngine, model: nn.Module, version: int) -> None:
     for c in engine.generate(PROMPTS, PARAMS):
         expected = reference_log_probs(model, PROMPTS[c.prompt_index], c.token_ids)
@@ -78,7 +86,7 @@ def test_requests_are_spread_and_which_server_answers_changes_no_token(
     fakes: list[FakeServer], expected: list[Completion], engine: ServerEngine
 ) -> None:
     before = [sampled(fake) for fake in fakes]
-    assert engine.generate(PROMPTS, PARAMS) == expected
+    check_equal(engine.generate(PROMPTS, PARAMS), expected)
     assert [sampled(fake) - b for fake, b in zip(fakes, before, strict=True)] == [2, 2, 2]
 
 
@@ -92,12 +100,12 @@ def test_what_a_dying_server_was_asked_for_is_sampled_by_the_others(
 ) -> None:
     fakes[1].always = fault
     with caplog.at_level(logging.WARNING, LOG):
-        assert engine.generate(PROMPTS, PARAMS) == expected
+        check_equal(engine.generate(PROMPTS, PARAMS), expected)
     assert f"{fakes[1].url} is left out" in caplog.text
     # It answers again, with the weights that it was brought: the next rollout has it back.
     fakes[1].always = None
     before = sampled(fakes[1])
-    assert engine.generate(PROMPTS, PARAMS) == expected
+    check_equal(engine.generate(PROMPTS, PARAMS), expected)
     assert sampled(fakes[1]) > before
 
 
@@ -110,11 +118,11 @@ def test_a_restarted_server_costs_its_completions_alone(
 
     fakes[2].faults = [forget]
     before = [sampled(fake) for fake in fakes]
-    assert engine.generate(PROMPTS, PARAMS) == expected
+    check_equal(engine.generate(PROMPTS, PARAMS), expected)
     asked = [sampled(fake) - b for fake, b in zip(fakes, before, strict=True)]
     assert asked[2] == 2
     assert sum(asked) == 8, "its two requests were sent again"
-    assert engine.generate(PROMPTS, PARAMS) == expected
+    check_equal(engine.generate(PROMPTS, PARAMS), expected)
     assert sampled(fakes[2]) - before[2] == 2, "it has no weights: it is asked for nothing"
     model = build("qwen2")
     train(model, steps=2)
@@ -222,7 +230,7 @@ def test_a_server_that_is_down_at_the_start_is_left_out(
     with caplog.at_level(logging.WARNING, LOG):
         engine = connect_all(fakes, build("qwen2"), urls=urls)
     assert f"{urls[0]} is left out: it gives no answer" in caplog.text
-    assert engine.generate(PROMPTS, PARAMS) == expected
+    check_equal(engine.generate(PROMPTS, PARAMS), expected)
     engine.close()
     with pytest.raises(RolloutError, match="none of 2 rollout servers"):
         connect_all(fakes, build("qwen2"), urls=(urls[0], f"http://127.0.0.1:{free_port()}"))
