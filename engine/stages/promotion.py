@@ -30,6 +30,7 @@ from engine.storage import signatures
 from engine.storage.artifacts import Draft, Parent, publish, read_manifest, staging
 from engine.tracking import Tracker
 from engine.tracking.model_versions import ModelVersion, intact_copy, version_parent
+from engine.tracking.runs import RUN_TAG
 
 CHAMPION_ROWS = "rows_champion.parquet"
 
@@ -218,7 +219,7 @@ def decide(
     tracker = Tracker(experiment=run.experiment)
     model, name = this.inputs[source.name], config.model_name
     owner = tracker.active_run(read_manifest(model).mlflow_run, run.mlflow_run)
-    origin = {"hybridflyte.run": run.run_id, "flyte.execution": this.execution}
+    origin = {RUN_TAG: run.run_id, "flyte.execution": this.execution}
     tags = {"artifact_uri": source.uri, **tags, **origin}
     number = tracker.register_model(model, name, owner, tags)
     version = tracker.model_version(f"models:/{name}/{number}")

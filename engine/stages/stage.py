@@ -287,10 +287,11 @@ def stage(
     the second would count as another attempt of the first.
     """
     from engine.tracking import Tracker
+    from engine.tracking.runs import RUN_TAG
 
     say(f"{kind}: starts")
     tracker, execution = Tracker(experiment=run.experiment), host().execution or run.run_id
-    tags = {"hybridflyte.run": run.run_id, **execution_tags(execution)}
+    tags = {RUN_TAG: run.run_id, **execution_tags(execution)}
     try:
         with (
             tracker.stage(kind, run.mlflow_run, config, tags, attempt_key) as tracked,
