@@ -110,7 +110,7 @@ def _traffic(work: Workload, candidate: Candidate, allocation: Allocation) -> fl
     forward = (
         seconds(("tp",), 2 * states * (layout.tp - 1) / layout.tp, 2 * layers)
         + seconds(("sp",), heads / 4 * (layout.sp - 1) / layout.sp, 4 * layers)
-        + seconds(("pp",), states)
+        + seconds(("pp",), states, 1)
     )
 
     # All-reduces of gradients over copies of the model.
@@ -133,11 +133,7 @@ def _traffic(work: Workload, candidate: Candidate, allocation: Allocation) -> fl
 
 
 def _collectives(
-    candidate: Candidate,
-    allocation: Allocation,
-    axes: tuple[str, ...],
-    moved: float,
-    times: float = 1.0,
+    candidate: Candidate, allocation: Allocation, axes: tuple[str, ...], moved: float, times: float
 ) -> float:
     """Return seconds of `times` collectives over the axes, each bringing a rank `moved` bytes."""
     axis_sizes = candidate.layout.sizes
@@ -159,7 +155,7 @@ def _switch(work: Workload, candidate: Candidate, allocation: Allocation) -> flo
     total = (work.adapters or sizes(work.shape).total) * work.weight_bytes
     has = 1 / (candidate.shards * layout.tp * layout.pp)
     moved = total * max(0.0, 1 / candidate.rollout_tp - has)
-    return _collectives(candidate, allocation, ("pp", "fsdp", "sp", "tp"), moved)
+    return _collectives(candidate, allocation, ("pp", "fsdp", "sp", "tp"), moved, 1)
 
 
 def rollout_seconds(work: Workload, candidate: Candidate, allocation: Allocation) -> float:
