@@ -96,9 +96,9 @@ def _signals(history: Sequence[Mapping[str, float]], least: int) -> list[Signal]
             # Accuracy may catch up with a metric that was better from the start.
             learned = right and right.gain > max(0.01, _LIKELY * right.error)
             falls = other.gain < -max(0.01, _LIKELY * other.error)
-            ahead = right and learned and not falls and other.last >= right.last
+            ahead = bool(right and learned and not falls and other.last >= right.last)
             if name == "second_grader":
-                confirmed = bool(ahead) or other.gain > max(enough, _LIKELY * other.error)
+                confirmed = ahead or other.gain > max(enough, _LIKELY * other.error)
             held = confirmed if name == "length_adjusted" else ahead
             raised = flat and not held and rise.gain > max(_SURE * rise.error, 1e-6)
             accuracy = f"accuracy {right.text}, " if right else ""
