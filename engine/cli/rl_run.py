@@ -72,6 +72,19 @@ def _step_line(step: int, total: int, metrics: Metrics, history: Sequence[Metric
     return " · ".join(parts)
 
 
+def _time_line(history: Sequence[Metrics]) -> str:
+    """Say which calls of roles took the steps' time; those of several pools may overlap."""
+    calls = {name for row in history for name in row if name.startswith("perf/") and "." in name}
+    seconds = {name: sum(row.get(name, 0.0) for row in history) for name in calls}
+    total = sum(row["perf/step_s"] for row in history)
+    shares = [
+        f"{name.removeprefix('perf/').removesuffix('_s')} {seconds[name] / total:.0%}"
+        for name in sorted(seconds, key=lambda name: -seconds[name])
+        if seconds[name] >= 0.01 * total
+    ]
+    return f"rl: shares of the steps' time: {', '.join(shares) or 'not recorded'}"
+
+
 WriteModel = Callable[[str], None]  # writes a model's files into a folder
 
 
@@ -215,6 +228,7 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
         trainer.on_step = on_step
         trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints)
         log.track(trainer.history)  # also of a run that was finished before
+        say(_time_line(trainer.history))
         folder, final = _save_final(run, trainer)
         log.hands_over(final)
         rollouts.model_step = float(final.step)

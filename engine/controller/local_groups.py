@@ -214,7 +214,10 @@ class LocalGroup(WorkerGroup):
         sources: Sequence[Future[object]],
     ) -> LocalFuture:
         def work(host: WorkerHost) -> object:
-            return host.call(call, *map(_value, data))
+            result, seconds = host.timed_call(call, *map(_value, data))
+            if host.rank == 0:  # the only one that `launch` places in a process
+                self.call_seconds.add(call.method, seconds)
+            return result
 
         hosts = self._hosts[: len(collecting)]
         parts = [host.submit(partial(work, host.host)) for host in hosts]

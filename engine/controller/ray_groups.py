@@ -21,7 +21,7 @@ from engine.batch import Batch, Future
 from engine.checkpoint.state_dict import seed_process_rng
 from engine.controller import worker_host
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
-from engine.controller.timeline import Recorder, span
+from engine.controller.timeline import CallSeconds, Recorder, span
 from engine.errors import EngineError, WorkerError
 from engine.worker_process import on_daemon_thread
 
@@ -58,15 +58,16 @@ class RayFuture(Future[object]):
     def __init__(
         self,
         call: worker_host.RemoteCall,
-        statuses: list[ObjectRef],
+        statuses: list[ObjectRef[float]],
         refs: list[ObjectRef],
         timeout_s: float,
+        call_seconds: CallSeconds,
         sources: Sequence[Future[object]] = (),
     ) -> None:
-        self.number = call.number
+        self.number, self._method, self._call_seconds = call.number, call.method, call_seconds
         self.refs = refs  # the values of the ranks that collect
         names = [f"{call.role} rank {rank}: {call.method}" for rank in range(len(statuses))]
-        self.statuses = dict(zip(statuses, names, strict=True))  # of all ranks
+        self.statuses = dict(zip(statuses, names, strict=True))  # the seconds of all ranks
         self._name = f"{call.role}.{call.method}"
         self._timeout_s = timeout_s
         self._sources = [source for source in sources if isinstance(source, RayFuture)]
@@ -76,10 +77,11 @@ class RayFuture(Future[object]):
         """Wait for all ranks; raise WorkerError, or the EngineError that a rank raised."""
         if not self._values:
             with span(f"wait for {self._name}"):
-                wait_all(self.statuses, self._timeout_s, self._ancestors(), until)
+                seconds = wait_all(self.statuses, self._timeout_s, self._ancestors(), until)
                 self._values = [
                     worker_host.merge_results([_get(ref, self._name, 60.0) for ref in self.refs])
                 ]
+            self._call_seconds.add(self._method, max(seconds))
             self._sources = []  # a success needs no cause, and the arguments may be freed
         return self._values[0]
 
@@ -134,11 +136,12 @@ class RayGroup(WorkerGroup):
         sources: Sequence[Future[object]],
     ) -> RayFuture:
         actors = self._actors[: len(collecting)]
-        ranks: list[tuple[ObjectRef, ObjectRef]] = [
-            actor.call_with_status.options(num_returns=2).remote(call, *data) for actor in actors
+        ranks: list[tuple[ObjectRef, ObjectRef[float]]] = [
+            actor.timed_call.options(num_returns=2).remote(call, *data) for actor in actors
         ]
         values = [value for (value, _), gives in zip(ranks, collecting, strict=True) if gives]
-        return RayFuture(call, [status for _, status in ranks], values, self._timeout_s, sources)
+        statuses = [status for _, status in ranks]
+        return RayFuture(call, statuses, values, self._timeout_s, self.call_seconds, sources)
 
 
 def wait_all(
@@ -154,7 +157,7 @@ def wait_all(
     """
     deadline = time.monotonic() + seconds_left(timeout_s, until)
     above = {ref: name for ancestor in ancestors for ref, name in ancestor.statuses.items()}
-    pending = above | dict(refs)  # causes come before what they lead to
+    pending: dict[ObjectRef, str] = {**above, **refs}  # causes come before what they lead to
     values: dict[ObjectRef[T], T] = {}
     while len(values) < len(refs):
         ready, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""The timeline of a run: spans of every call in every process, and a trace file of them.
+"""The timeline of a run: spans of every call in every process, a trace file of them, and sums.
 
 Hosts record each call of a role, the controller its own arithmetic (`span`) and its waiting, where
 `Placement.timeline` is set. Times are the wall clock's, as close across machines as their clocks
@@ -66,6 +66,24 @@ class Recorder:
 
     def take(self) -> list[Span]:
         return [self._spans.popleft() for _ in range(len(self._spans))]
+
+
+class CallSeconds:
+    """Sums the seconds of a role's calls by method; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sums: dict[str, float] = {}
+
+    def add(self, method: str, seconds: float) -> None:
+        with self._lock:
+            self._sums[method] = self._sums.get(method, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """The sums since the last time."""
+        with self._lock:
+            sums, self._sums = self._sums, {}
+        return sums
 
 
 _active: list[Recorder] = []  # of the runs that this process controls: none or one, mostly

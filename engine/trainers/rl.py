@@ -171,11 +171,13 @@ class RLTrainer(AbstractContextManager["RLTrainer"]):
 
     def validate(self, rows: Sequence[Row]) -> Metrics:
         """Metrics of completions to the prompts of `rows`, decoded as `rollout.val_kwargs` says."""
-        prompts = self.source.prompts.encode(rows)
+        started, prompts = time.perf_counter(), self.source.prompts.encode(rows)
         batch = LazyBatch(self.source.validate(prompts, self.step))
         batch |= self.roles.reward.score(batch)
         self.on_rollouts("validation", self.step, batch.resolve())
-        return step_metrics.validation_metrics(batch.resolve())
+        self.roles.take_seconds()  # they are no part of the next step
+        seconds = {"perf/validation_s": time.perf_counter() - started}
+        return step_metrics.validation_metrics(batch.resolve()) | seconds
 
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
         """Resume from the newest good checkpoint of a folder and return it; None without one."""
@@ -244,6 +246,7 @@ class RLTrainer(AbstractContextManager["RLTrainer"]):
             self.source.observe(rollout.resolve())
         for update in updates:
             metrics |= update
+        metrics |= {f"perf/{call}_s": value for call, value in self.roles.take_seconds().items()}
         if self.step <= self.config.trainer.timeline_steps:
             self.spans += [*self.roles.timeline(), *self.source.take_spans()]
         return metrics

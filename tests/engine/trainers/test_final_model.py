@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -156,7 +157,9 @@ def test_a_run_hands_over_its_best_step(
     trained = train_policy(run(tiny_folder, tmp_path, tmp_path / "checkpoints"), RunLog())
     assert_step_2(trained, tmp_path, tmp_path / "before_2")
     assert content(tmp_path / "step_4") != content(tmp_path / "step_2")
-    assert "rl: hands over step 2 of 4, the best by validation (0.500)" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "rl: hands over step 2 of 4, the best by validation (0.500)" in printed
+    assert re.search(r"rl: shares of the steps' time: .*actor\.update \d+%", printed)
     # Two that are kept, of all that was saved: the best and the newest.
     assert CheckpointStore(tmp_path / "checkpoints").complete() == ["step_2", "step_4"]
     last = run(tiny_folder, tmp_path / "b", tmp_path / "c", trainer={"final_model": "last"})

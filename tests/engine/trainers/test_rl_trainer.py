@@ -58,8 +58,7 @@ def run(folder: Path, out: Path, settings: RLConfig) -> tuple[list[dict[str, flo
         subject.fit()
         history.append(subject.validate(arithmetic_rows(5)))
         subject.save(out)
-    times = ("perf/step_s", "perf/tokens_per_s")
-    kept = [{k: v for k, v in metrics.items() if k not in times} for metrics in history]
+    kept = [{k: v for k, v in metrics.items() if not k.startswith("perf/")} for metrics in history]
     return kept, AutoModelForCausalLM.from_pretrained(out).state_dict()
 
 
@@ -105,6 +104,18 @@ def test_first_step_is_on_policy(tiny_folder: Path) -> None:
     assert metrics["actor/ppo_kl"] == pytest.approx(0.0, abs=1e-5)
     assert metrics["actor/pg_clipfrac"] == 0.0
     assert metrics["actor/kl"] == pytest.approx(0.0, abs=1e-5)
+
+
+def test_a_step_says_which_calls_took_its_time(tiny_folder: Path) -> None:
+    with trainer(tiny_folder, config(algorithm={"adv_estimator": "gae"})) as subject:
+        subject.validation = arithmetic_rows(5)
+        metrics, *rest = [subject.fit(1) for _ in range(2)]
+    calls = {name: value for name, value in metrics.items() if "." in name}
+    roles = {"actor.update", "critic.update", "critic.values", "rollout.generate", "reward.score"}
+    assert {f"perf/{call}_s" for call in roles} <= calls.keys()
+    assert all(0 < value < metrics["perf/step_s"] for value in calls.values())
+    assert metrics["perf/validation_s"] > 0
+    assert all("generate_validation" not in name for row in [metrics, *rest] for name in row)
 
 
 def test_recomputed_log_probs_serve_truncated_sampling(tiny_folder: Path) -> None:
