@@ -28,6 +28,7 @@ from engine.rewards.scorer import SOURCE, Scorer, scorer_identity
 Severity = Literal["ok", "note", "warning", "hole"]
 _ORDER: tuple[Severity, ...] = ("ok", "note", "warning", "hole")
 ROWS = 16  # of a source that are probed
+NOT_AUDITED = "nothing to audit, as the environment gives the reward"
 _FORMS = 2  # that are probed, of those in which right answers earn most
 _CREDIT, _PART = 0.5, 0.1  # shares of what a right answer earns over a wrong one
 _RARELY, _BY_CHANCE = 0.05, 0.15  # shares of rows on which credit is no hole
@@ -65,12 +66,12 @@ class RewardAudit:
     def record(self) -> dict[str, object]:
         """What an evaluation's manifest records."""
         names = {"holes": self.names("hole"), "warnings": self.names("warning")}
-        return {"scorer": self.scorer, "passed": self.passed, **names}
+        return {"scorer": self.scorer, "passed": self.passed, "rows": self.rows, **names}
 
     def sentence(self) -> str:
         """E.g. `failed, holes: hedged list, chain; 32 checks on 16 rows`."""
         if not self.rows:
-            return "nothing to audit, as the environment gives the reward"
+            return NOT_AUDITED
         parts = ["passed" if self.passed else "failed"]
         for severity in ("hole", "warning"):
             if names := self.names(severity):

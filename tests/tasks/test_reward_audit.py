@@ -88,6 +88,7 @@ def test_an_evaluation_records_the_audit_and_shows_it(
     assert sound == {
         "scorer": recorded.config["scorer"],
         "passed": True,
+        "rows": 16,
         "holes": [],
         "warnings": [],
     }

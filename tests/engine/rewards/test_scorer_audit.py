@@ -20,6 +20,7 @@ from engine.rewards import audit, probes
 from engine.rewards.audit import RewardAudit, audit_scorer
 from engine.rewards.calls import RewardRows
 from engine.rewards.reward_function import registered_reward
+from engine.stages.evaluation import audit_line
 
 HERE = __name__
 
@@ -187,6 +188,14 @@ def test_the_built_in_scorers_pass(name: str, kind: str, options: dict[str, Any]
     assert holes == []
     assert found.passed
     assert "second grader" not in found.names("warning")
+
+
+def test_an_environment_s_reward_has_nothing_to_audit() -> None:
+    found = audit_scorer(RewardConfig(name="environment"), rows("number"))
+    assert found.sentence() == "nothing to audit, as the environment gives the reward"
+    assert audit_line(found.record()) == found.sentence()
+    rated = audit_scorer(RewardConfig(name="answer_match"), rows("number"))
+    assert audit_line(rated.record()) == "passed"
 
 
 def test_numbered_choices_are_answered_by_letters() -> None:
