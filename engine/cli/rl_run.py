@@ -73,7 +73,7 @@ def _step_line(step: int, total: int, metrics: Metrics, history: Sequence[Metric
 
 
 def _time_line(history: Sequence[Metrics]) -> str:
-    """Say which calls of roles took the steps' time; those of several pools may overlap."""
+    """Say which calls of roles took the steps' time, which may overlap, and the GPU's memory."""
     calls = {name for row in history for name in row if name.startswith("perf/") and "." in name}
     seconds = {name: sum(row.get(name, 0.0) for row in history) for name in calls}
     total = sum(row["perf/step_s"] for row in history)
@@ -82,7 +82,9 @@ def _time_line(history: Sequence[Metrics]) -> str:
         for name in sorted(seconds, key=lambda name: -seconds[name])
         if seconds[name] >= 0.01 * total
     ]
-    return f"rl: shares of the steps' time: {', '.join(shares) or 'not recorded'}"
+    memory = max(row.get("perf/max_memory_allocated_gb", 0.0) for row in history)
+    line = f"rl: shares of the steps' time: {', '.join(shares) or 'not recorded'}"
+    return line + f"; most GPU memory of a rank: {memory:.1f} GiB" * bool(memory)
 
 
 WriteModel = Callable[[str], None]  # writes a model's files into a folder

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.batch import Batch, ConcatFuture, Future, LazyBatch, Ready
-from engine.controller.timeline import CallSeconds, Recorder, Span
+from engine.controller.timeline import CallCosts, Recorder, Span
 from engine.controller.worker_host import BatchArgument, RemoteCall, RoleSpec
 from engine.errors import PlacementError, WorkerError
 from engine.parallel.layout import Layout
@@ -39,7 +39,7 @@ class WorkerGroup(ABC):
     def __init__(self, spec: RoleSpec, world_size: int, recorder: Recorder | None = None) -> None:
         self.role, self.worker_class, self.world_size = spec.name, spec.worker_class, world_size
         self.layout = spec.layout or Layout(dp=world_size)
-        self.recorder, self.call_seconds = recorder, CallSeconds()
+        self.recorder, self.call_costs = recorder, CallCosts()
         self._provided: dict[str, tuple[Batch, Future[Batch]]] = {}  # by method
         if self.layout.world_size != world_size:
             raise PlacementError(
@@ -212,14 +212,19 @@ class Roles(AbstractContextManager["Roles"]):
             return []
         return sorted(self._take_spans(), key=lambda span: span.start_ns)
 
-    def take_seconds(self) -> dict[str, float]:
-        """Seconds of calls that ended since the last time, by name, such as "actor.update".
+    def take_costs(self) -> dict[str, float]:
+        """What the calls cost that ended since the last time.
 
-        Those of a call's slowest rank, without the wait for its arguments and for earlier calls.
+        `ROLE.METHOD_s`: seconds of a method's calls, each on its slowest rank, without the wait for
+        arguments and earlier calls. `max_memory_allocated_gb` (GiB): the most that PyTorch has had
+        on a rank's GPU since the rank started; not there without a GPU.
         """
         groups = [group for group in self._groups.values() if isinstance(group, WorkerGroup)]
-        taken = [(group.role, group.call_seconds.take()) for group in groups]
-        return {f"{role}.{name}": value for role, sums in taken for name, value in sums.items()}
+        costs = {f"{g.role}.{m}": cost for g in groups for m, cost in g.call_costs.take().items()}
+        memory_gb = max((cost.memory_gb for cost in costs.values()), default=0.0)
+        return {f"{call}_s": cost.seconds for call, cost in costs.items()} | (
+            {"max_memory_allocated_gb": memory_gb} if memory_gb else {}
+        )
 
     def close(self) -> None:
         close, self._close = self._close, lambda: None

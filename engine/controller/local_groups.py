@@ -214,9 +214,9 @@ class LocalGroup(WorkerGroup):
         sources: Sequence[Future[object]],
     ) -> LocalFuture:
         def work(host: WorkerHost) -> object:
-            result, seconds = host.timed_call(call, *map(_value, data))
+            result, cost = host.measured_call(call, *map(_value, data))
             if host.rank == 0:  # the only one that `launch` places in a process
-                self.call_seconds.add(call.method, seconds)
+                self.call_costs.add(call.method, [cost])
             return result
 
         hosts = self._hosts[: len(collecting)]

@@ -21,7 +21,7 @@ from engine.batch import Batch, Future
 from engine.checkpoint.state_dict import seed_process_rng
 from engine.controller import worker_host
 from engine.controller.groups import WorkerGroup, seconds_left, timeout_error
-from engine.controller.timeline import CallSeconds, Recorder, span
+from engine.controller.timeline import CallCost, CallCosts, Recorder, span
 from engine.errors import EngineError, WorkerError
 from engine.worker_process import on_daemon_thread
 
@@ -58,16 +58,16 @@ class RayFuture(Future[object]):
     def __init__(
         self,
         call: worker_host.RemoteCall,
-        statuses: list[ObjectRef[float]],
+        statuses: list[ObjectRef[CallCost]],
         refs: list[ObjectRef],
         timeout_s: float,
-        call_seconds: CallSeconds,
+        call_costs: CallCosts,
         sources: Sequence[Future[object]] = (),
     ) -> None:
-        self.number, self._method, self._call_seconds = call.number, call.method, call_seconds
+        self.number, self._method, self._call_costs = call.number, call.method, call_costs
         self.refs = refs  # the values of the ranks that collect
         names = [f"{call.role} rank {rank}: {call.method}" for rank in range(len(statuses))]
-        self.statuses = dict(zip(statuses, names, strict=True))  # the seconds of all ranks
+        self.statuses = dict(zip(statuses, names, strict=True))  # of all ranks, their costs
         self._name = f"{call.role}.{call.method}"
         self._timeout_s = timeout_s
         self._sources = [source for source in sources if isinstance(source, RayFuture)]
@@ -77,11 +77,11 @@ class RayFuture(Future[object]):
         """Wait for all ranks; raise WorkerError, or the EngineError that a rank raised."""
         if not self._values:
             with span(f"wait for {self._name}"):
-                seconds = wait_all(self.statuses, self._timeout_s, self._ancestors(), until)
+                costs = wait_all(self.statuses, self._timeout_s, self._ancestors(), until)
                 self._values = [
                     worker_host.merge_results([_get(ref, self._name, 60.0) for ref in self.refs])
                 ]
-            self._call_seconds.add(self._method, max(seconds))
+            self._call_costs.add(self._method, costs)
             self._sources = []  # a success needs no cause, and the arguments may be freed
         return self._values[0]
 
@@ -136,12 +136,12 @@ class RayGroup(WorkerGroup):
         sources: Sequence[Future[object]],
     ) -> RayFuture:
         actors = self._actors[: len(collecting)]
-        ranks: list[tuple[ObjectRef, ObjectRef[float]]] = [
-            actor.timed_call.options(num_returns=2).remote(call, *data) for actor in actors
+        ranks: list[tuple[ObjectRef, ObjectRef[CallCost]]] = [
+            actor.measured_call.options(num_returns=2).remote(call, *data) for actor in actors
         ]
         values = [value for (value, _), gives in zip(ranks, collecting, strict=True) if gives]
         statuses = [status for _, status in ranks]
-        return RayFuture(call, statuses, values, self._timeout_s, self.call_seconds, sources)
+        return RayFuture(call, statuses, values, self._timeout_s, self.call_costs, sources)
 
 
 def wait_all(

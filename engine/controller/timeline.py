@@ -1,4 +1,4 @@
-"""The timeline of a run: spans of every call in every process, a trace file of them, and sums.
+"""What calls cost: time and memory of each step, and the timeline, a span for every call.
 
 Hosts record each call of a role, the controller its own arithmetic (`span`) and its waiting, where
 `Placement.timeline` is set. Times are the wall clock's, as close across machines as their clocks
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.storage.filesystem import write_atomically
 
@@ -68,22 +69,32 @@ class Recorder:
         return [self._spans.popleft() for _ in range(len(self._spans))]
 
 
-class CallSeconds:
-    """Sums the seconds of a role's calls by method; safe to use from several threads."""
+class CallCost(NamedTuple):
+    seconds: float
+    memory_gb: float  # GiB, the most that PyTorch has had on the process's GPU; 0 without one
+
+
+class CallCosts:
+    """The costs of a role's calls by method; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[str, float] = {}
+        self._costs: dict[str, CallCost] = {}
 
-    def add(self, method: str, seconds: float) -> None:
+    def add(self, method: str, ranks: Sequence[CallCost]) -> None:
+        """Add a call, by its slowest rank and the one with the most memory."""
+        seconds, memory_gb = map(max, zip(*ranks, strict=True))
         with self._lock:
-            self._sums[method] = self._sums.get(method, 0.0) + seconds
+            before = self._costs.get(method, CallCost(0.0, 0.0))
+            self._costs[method] = CallCost(
+                before.seconds + seconds, max(before.memory_gb, memory_gb)
+            )
 
-    def take(self) -> dict[str, float]:
-        """The sums since the last time."""
+    def take(self) -> dict[str, CallCost]:
+        """The calls' since the last time."""
         with self._lock:
-            sums, self._sums = self._sums, {}
-        return sums
+            costs, self._costs = self._costs, {}
+        return costs
 
 
 _active: list[Recorder] = []  # of the runs that this process controls: none or one, mostly

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.batch import Batch
-from engine.controller.timeline import Recorder, Span
+from engine.controller.timeline import CallCost, Recorder, Span
 from engine.errors import DataError, EngineError, WorkerError
 from engine.parallel.layout import DataShard, Layout, RankGrid
 from engine.registry import import_plugins
@@ -204,10 +204,14 @@ class WorkerHost:
         with self._locating_errors(call.role, call.method), self._recording(call):
             return self._run(call, iter(data))
 
-    def timed_call(self, call: RemoteCall, *data: object) -> tuple[object, float]:
-        """As `call`, and its seconds, which say without the result whether the call failed."""
+    def measured_call(self, call: RemoteCall, *data: object) -> tuple[object, CallCost]:
+        """As `call`, and its cost, which says without the result whether the call failed."""
         start = time.perf_counter()
-        return self.call(call, *data), time.perf_counter() - start
+        result, seconds = self.call(call, *data), time.perf_counter() - start
+        on_gpu = torch.cuda.is_initialized()
+        return result, CallCost(
+            seconds, torch.cuda.max_memory_allocated() / 2**30 if on_gpu else 0.0
+        )
 
     def _run(self, call: RemoteCall, data: Iterator[object]) -> object:
         worker = self.workers[call.role]

@@ -175,7 +175,7 @@ class RLTrainer(AbstractContextManager["RLTrainer"]):
         batch = LazyBatch(self.source.validate(prompts, self.step))
         batch |= self.roles.reward.score(batch)
         self.on_rollouts("validation", self.step, batch.resolve())
-        self.roles.take_seconds()  # they are no part of the next step
+        self.roles.take_costs()  # they are no part of the next step
         seconds = {"perf/validation_s": time.perf_counter() - started}
         return step_metrics.validation_metrics(batch.resolve()) | seconds
 
@@ -246,7 +246,7 @@ class RLTrainer(AbstractContextManager["RLTrainer"]):
             self.source.observe(rollout.resolve())
         for update in updates:
             metrics |= update
-        metrics |= {f"perf/{call}_s": value for call, value in self.roles.take_seconds().items()}
+        metrics |= {f"perf/{name}": value for name, value in self.roles.take_costs().items()}
         if self.step <= self.config.trainer.timeline_steps:
             self.spans += [*self.roles.timeline(), *self.source.take_spans()]
         return metrics
