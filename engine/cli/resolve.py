@@ -304,7 +304,7 @@ def resolve_file(
         pairs.extend(form.flatten(value, key))
     resolved = resolve_pairs(form, pairs, defaults_of_verl=defaults_of_verl)
     for key in left_out:
-        resolved.no_effect(key, "only workflows read it")
+        resolved.no_effect(key, "for workflows only")
     return resolved
 
 

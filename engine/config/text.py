@@ -1,5 +1,6 @@
 """Configurations as text: read from files and dictionaries, and listed with their meaning."""
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def explain(error: ValidationError) -> str:
     for item in error.errors():
         field = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown setting {field!r}; check its spelling and its section")
+            lines.append(f"unknown setting {field!r}; {_instead_of(field)}")
         elif item["type"] == "value_error":
             lines.append(item["msg"].removeprefix("Value error, "))
         elif field:
@@ -99,6 +100,23 @@ def explain(error: ValidationError) -> str:
         else:
             lines.append(item["msg"])
     return presentable("; ".join(lines))
+
+
+def _instead_of(field: str) -> str:
+    """Say which setting of the pipeline an unknown one may stand for."""
+    section, _, name = field.rpartition(".")
+    known = [s.path for _, _, settings in sections(PipelineConfig) for s in settings]
+    prefix = f"{section}." if section else ""
+    inside = [path.removeprefix(prefix) for path in known if path.startswith(prefix)]
+    names = list(dict.fromkeys(path.partition(".")[0] for path in inside))
+    near = [prefix + name for name in difflib.get_close_matches(name, names, 1)]
+    top = f"{section.partition('.')[0]}." if section else ""
+    near = near or [p for p in known if p.startswith(top) and p.endswith(f".{name}")]
+    if 0 < len(near) < 4:
+        return f"did you mean {' or '.join(near)}?"
+    if section and 0 < len(names) < 20:
+        return f"{section} has {', '.join(names)}"
+    return "check its spelling and its section (`python -m engine.config` lists all)"
 
 
 INTRODUCTION = """\

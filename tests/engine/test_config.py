@@ -91,13 +91,17 @@ def test_values_out_of_range_name_field_and_value(path: str, value: Any) -> None
     assert " should " in str(caught.value)
 
 
-def test_unknown_keys_are_all_listed() -> None:
+def test_unknown_keys_are_all_listed_with_what_may_be_meant() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config({"rl": {"rollout": {"temprature": 1}}, "dta": {}})
+        parse_config({"rl": {"rollout": {"temprature": 1}, "lora": {}}, "dta": {}, "bar": 1})
     assert str(caught.value) == (
-        "unknown setting 'rl.rollout.temprature'; check its spelling and its section; "
-        "unknown setting 'dta'; check its spelling and its section"
+        "unknown setting 'rl.rollout.temprature'; did you mean rl.rollout.temperature?; "
+        "unknown setting 'rl.lora'; did you mean rl.rollout.lora?; "
+        "unknown setting 'dta'; did you mean data?; unknown setting 'bar'; "
+        "check its spelling and its section (`python -m engine.config` lists all)"
     )
+    with pytest.raises(ConfigError, match=r"'tracking.foo'; tracking has experiment, logger, p"):
+        parse_config({"tracking": {"foo": 1}})
 
 
 def test_sections_are_frozen() -> None:

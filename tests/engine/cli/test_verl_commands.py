@@ -489,7 +489,7 @@ def test_a_preset_gives_its_rl_and_says_what_only_a_workflow_has(
         assert "fsdp: 8" in said.out
         assert "n: 4" in said.out
         assert "sft.skip" in said.err
-        assert "only workflows read it" in said.err
+        assert "for workflows only" in said.err
     assert main(["--config", "preset:nope", "--print-config"]) == 2
     assert "there is no such preset; give one of" in capsys.readouterr().err
 
