@@ -44,6 +44,24 @@ class ConfigParam(click_types.JsonParamType):
         return super()._parse(value, param)
 
 
+def _refuse_a_second(option: click.Option) -> None:
+    """Raise UsageError where an option is given twice, of which click would take the last."""
+    cast = option.type_cast_value
+
+    def cast_one(context: click.Context, value: Any) -> Any:
+        option.multiple = False
+        if isinstance(value, list):
+            value, *more = value
+            if more:
+                raise click.UsageError(
+                    f"{option.opts[0]} is given {len(more) + 1} times; give one, whose key "
+                    """`preset` names a preset to change: '{"preset": "ppo", "seed": 1}'"""
+                )
+        return cast(context, value)
+
+    option.multiple, option.type_cast_value = True, cast_one  # type: ignore[assignment]
+
+
 def use_config_param() -> None:
     """Let `pyflyte run` read configurations by `ConfigParam`, and help say what one is.
 
@@ -59,6 +77,7 @@ def use_config_param() -> None:
         option: click.Option = make(*arguments, **named)
         option.opts = [*dict.fromkeys(option.opts)]  # a flag is there twice, of which click warns
         if isinstance(option.type, ConfigParam) and option.type.is_config:
+            _refuse_a_second(option)
             option.help = (option.help or "").partition(": {")[0]
             option.show_default = "those of `python -m engine.config`"
         return option

@@ -5,7 +5,7 @@ import json
 import sys
 
 from engine.config.pipeline import PipelineConfig
-from engine.config.text import markdown
+from engine.config.text import PRESETS, markdown
 from engine.console import command_line
 
 
@@ -14,7 +14,11 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m engine.config", description=__doc__)
     parser.add_argument("--json-schema", action="store_true", help="the schema, for editors")
     if parser.parse_args().json_schema:
-        print(json.dumps(PipelineConfig.model_json_schema(), indent=1))
+        schema = PipelineConfig.model_json_schema()
+        about = "The preset whose values the others change"
+        names = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+        schema["properties"] |= {"preset": {"description": about, "enum": names}}
+        print(json.dumps(schema, indent=1))
     else:
         print(markdown(), end="")
     return 0

@@ -55,20 +55,38 @@ def parse_config(values: dict[str, object]) -> PipelineConfig:
 
 def load_config(path: str | Path) -> PipelineConfig:
     """Read a YAML or JSON file, or `preset:NAME`; ConfigError when it is missing or wrong."""
-    return parse_config(read_yaml(config_path(path), f"config file {path}"))
+    return parse_config(read_settings(str(path)))
 
 
 def read_settings(text: str) -> Any:
-    """Return JSON values of a path, `preset:NAME` or JSON text; ConfigError for what is none."""
+    """Return JSON values of a path, `preset:NAME` or JSON text; ConfigError for what is none.
+
+    A top-level key `preset` names the preset that the other values change.
+    """
     if text.lstrip().startswith(("{", "[")):
         try:
-            return json.loads(text)
+            values = json.loads(text)
         except ValueError as error:
             hint = "give the path of a YAML or JSON file, preset:NAME, or JSON text"
             raise ConfigError(f"config is not valid JSON ({error}); {hint}") from None
-    values = read_yaml(config_path(text), f"config file {text}")
-    # JSON has no dates; as text they fail with their field's name.
-    return json.loads(json.dumps(values, default=str))
+    else:
+        values = read_yaml(config_path(text), f"config file {text}")
+        # JSON has no dates; as text they fail with their field's name.
+        values = json.loads(json.dumps(values, default=str))
+    if isinstance(values, dict) and "preset" in values:
+        preset = read_settings(f"{PRESET}{values.pop('preset')}")
+        return _changed(preset, values)
+    return values
+
+
+def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Replace single values, also of sections in sections."""
+    return values | {
+        key: _changed(values[key], change)
+        if isinstance(change, dict) and isinstance(values.get(key), dict)
+        else change
+        for key, change in changes.items()
+    }
 
 
 def read_yaml(file: Path, name: str) -> dict[str, object]:
@@ -123,8 +141,9 @@ INTRODUCTION = """\
 # Configuration
 
 Every setting of the pipeline. `--config` of the workflows takes them as YAML or JSON; a section
-that is given in part keeps the other defaults of its place. `python -m engine.main_ppo` takes the
-same paths, and verl's names for them (`--help`). This page is what `python -m engine.config`
+that is given in part keeps the other defaults of its place. `preset: ppo` beside the sections keeps
+the values of `engine/config/presets/ppo.yaml` instead. `python -m engine.main_ppo` takes the same
+paths, and verl's names for them (`--help`). This page is what `python -m engine.config`
 prints.
 
 For completion in an editor, write the JSON schema to a file with

@@ -70,6 +70,21 @@ def test_a_preset_by_its_name() -> None:
         read_settings("preset:nope")
 
 
+def test_a_preset_with_changes(tmp_path: Path) -> None:
+    plain = read_settings("preset:ppo")
+    text = '{"preset": "ppo", "seed": 4, "rl": {"trainer": {"train_batch_size": 8}}}'
+    changed = read_settings(text)
+    assert changed.pop("seed") == 4
+    assert changed["rl"]["trainer"]["train_batch_size"] == 8
+    changed["rl"]["trainer"]["train_batch_size"] = plain["rl"]["trainer"]["train_batch_size"]
+    assert changed == plain
+    path = tmp_path / "mine.yaml"
+    path.write_text("preset: ppo\nseed: 4\nrl: {trainer: {train_batch_size: 8}}\n")
+    assert read_settings(str(path)) == read_settings(text)
+    with pytest.raises(ConfigError, match=r"preset:nope.*no such preset.*ppo"):
+        read_settings('{"preset": "nope"}')
+
+
 ROWS: list[dict[str, Any]] = [
     {
         "prompt": [{"role": "user", "content": f"<b>{n}</b> + 1 = ?"}],

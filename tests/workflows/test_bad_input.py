@@ -106,6 +106,11 @@ def test_a_config_that_is_none(place: Place, value: str, words: list[str]) -> No
     assert_refused(place.run("--config", value), place, *words)
 
 
+def test_a_config_that_is_given_twice(place: Place) -> None:
+    outcome = place.run("--config", "preset:ppo", "--config", settings())
+    assert_refused(outcome, place, "--config is given 2 times", '{"preset": "ppo", "seed": 1}')
+
+
 def gsm8k(folder: Path, train: str, test: str = ROW) -> Path:
     folder.mkdir()
     (folder / "train.jsonl").write_text(train)
