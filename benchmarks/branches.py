@@ -23,7 +23,7 @@ from rollout import SIZES, build_model
 
 from engine.batch import Batch
 from engine.config import ActorConfig
-from engine.console import command_line
+from engine.console import command_line, say
 from engine.data.collate import collate_completions
 from engine.data.tokenizer import train_tokenizer
 from engine.models import save_model
@@ -114,12 +114,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_model(build_model(args.size, std=0.02), train_tokenizer(["a b"], 300), Path(folder))
         with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
-            sizes = {way: pool.apply(memory, (way, folder, args)) for way in WAYS}
+            sizes = {}
+            for way in WAYS:
+                say(f"memory, {way}", error=True)
+                sizes[way] = pool.apply(memory, (way, folder, args))
         subjects = {way: Subject(way, folder, args) for way in WAYS}
         seconds = {way: float("inf") for way in WAYS}
-        for _ in range(args.repeats):
+        for number in range(args.repeats):
             for way in WAYS:
-                seconds[way] = min(seconds[way], subjects[way].step())
+                took = subjects[way].step()
+                seconds[way] = min(seconds[way], took)
+                say(f"pass {number + 1}/{args.repeats}, {way}: {took:.1f} s", error=True)
     for way in WAYS:
         tokens, mebibytes = sizes[way]
         print(f"{way:12} {tokens:7} tokens  {seconds[way]:7.3f} s  {mebibytes:7.0f} MiB")

@@ -23,7 +23,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from engine.config.base import section_of
-from engine.config.text import PRESETS, explain, read_yaml, validated
+from engine.config.text import PRESET, PRESETS, config_path, explain, read_yaml, validated
 from engine.errors import ConfigError
 
 C = TypeVar("C", bound=BaseModel)
@@ -294,11 +294,15 @@ def resolve_file(
     With `defaults_of_verl` settings that neither file nor arguments name are verl's. Raises
     ConfigError, in the words of the file or the command line.
     """
-    pairs = list(form.flatten(read_yaml(file, f"--config {file}"))) if file else []
-    left_out: list[str] = []
-    if file and file.parent == PRESETS:  # they are of the whole pipeline
-        left_out = [key for key, _ in pairs if form.find_path(key) is None]
-        pairs = [(key, value) for key, value in pairs if key not in left_out]
+    values = read_yaml(file, f"--config {file}") if file else {}
+    of_preset = values if file and file.parent == PRESETS else {}
+    if "preset" in values:
+        preset = config_path(f"{PRESET}{values.pop('preset')}")
+        of_preset = read_yaml(preset, f"--config {preset}")
+    pairs = list(form.flatten(of_preset))
+    left_out = [key for key, _ in pairs if form.find_path(key) is None]  # of the whole pipeline
+    pairs = [(key, value) for key, value in pairs if key not in left_out]
+    pairs.extend(form.flatten(values) if values is not of_preset else ())
     for argument in arguments:
         key, value = split_argument(argument)
         pairs.extend(form.flatten(value, key))

@@ -480,7 +480,7 @@ def test_the_quickstart_trains_a_critic_and_takes_its_reward_from_a_file(
 
 
 def test_a_preset_gives_its_rl_and_says_what_only_a_workflow_has(
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for given in (["--config", "preset:gsm8k-7b-8gpu"], ["preset:gsm8k-7b-8gpu"]):
         assert main([*given, "data.train_files=a.parquet", "rollout.n=4", "--print-config"]) == 0
@@ -490,6 +490,14 @@ def test_a_preset_gives_its_rl_and_says_what_only_a_workflow_has(
         assert "n: 4" in said.out
         assert "sft.skip" in said.err
         assert "for workflows only" in said.err
+    file = tmp_path / "mine.yaml"
+    file.write_text("preset: gsm8k-7b-8gpu\nactor_rollout_ref: {rollout: {n: 3}}\n")
+    assert main(["--config", str(file), "data.train_files=a.parquet", "--print-config"]) == 0
+    said = capsys.readouterr()
+    assert "fsdp: 8" in said.out
+    assert "n: 3" in said.out
+    assert "sft.skip" in said.err
+    assert "rollout" not in said.err
     assert main(["--config", "preset:nope", "--print-config"]) == 2
     assert "there is no such preset; give one of" in capsys.readouterr().err
 
