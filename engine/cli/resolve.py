@@ -23,7 +23,15 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from engine.config.base import section_of
-from engine.config.text import PRESET, PRESETS, config_path, explain, read_yaml, validated
+from engine.config.text import (
+    PRESET,
+    PRESETS,
+    config_path,
+    explain,
+    instead_of,
+    read_yaml,
+    validated,
+)
 from engine.errors import ConfigError
 
 C = TypeVar("C", bound=BaseModel)
@@ -354,8 +362,9 @@ def _note_unsupported(form: Form[C], resolved: Resolved[C], key: str, value: obj
     """Note a key that is no setting; raise ConfigError where its value matters."""
     entry = next((e for e in form.table.unsupported if fnmatchcase(key, e.pattern)), None)
     if entry is None:
-        near = difflib.get_close_matches(key, sorted(form.known), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else ""
+        names = sorted(form.known)
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
+        hint = f"did you mean {near[0]}?" if near else instead_of(key, names)
         hint = hint or f"python -m engine.{form.program} --help lists all keys"
         raise ConfigError(f"unknown key {key!r}; {hint}")
     if value is None or any(same_value(accepted, value) for accepted in entry.accepted):

@@ -83,7 +83,9 @@ def _time_line(history: Sequence[Metrics]) -> str:
         if seconds[name] >= 0.01 * total
     ]
     memory = max(row.get("perf/max_memory_allocated_gb", 0.0) for row in history)
-    line = f"rl: shares of the steps' time: {', '.join(shares) or 'not recorded'}"
+    line = (
+        f"rl: shares of the steps' time (calls may overlap): {', '.join(shares) or 'not recorded'}"
+    )
     return line + f"; most GPU memory of a rank: {memory:.1f} GiB" * bool(memory)
 
 

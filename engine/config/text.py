@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -110,7 +110,9 @@ def explain(error: ValidationError) -> str:
     for item in error.errors():
         field = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            lines.append(f"unknown setting {field!r}; {_instead_of(field)}")
+            known = [s.path for _, _, settings in sections(PipelineConfig) for s in settings]
+            hint = "check its spelling and its section (`python -m engine.config` lists all)"
+            lines.append(f"unknown setting {field!r}; {instead_of(field, known) or hint}")
         elif item["type"] == "value_error":
             lines.append(item["msg"].removeprefix("Value error, "))
         elif field:
@@ -120,10 +122,9 @@ def explain(error: ValidationError) -> str:
     return presentable("; ".join(lines))
 
 
-def _instead_of(field: str) -> str:
-    """Say which setting of the pipeline an unknown one may stand for."""
+def instead_of(field: str, known: Sequence[str]) -> str:
+    """Say which of the `known` dotted names an unknown one may stand for; empty: none is near."""
     section, _, name = field.rpartition(".")
-    known = [s.path for _, _, settings in sections(PipelineConfig) for s in settings]
     prefix = f"{section}." if section else ""
     inside = [path.removeprefix(prefix) for path in known if path.startswith(prefix)]
     names = list(dict.fromkeys(path.partition(".")[0] for path in inside))
@@ -134,7 +135,7 @@ def _instead_of(field: str) -> str:
         return f"did you mean {' or '.join(near)}?"
     if section and 0 < len(names) < 20:
         return f"{section} has {', '.join(names)}"
-    return "check its spelling and its section (`python -m engine.config` lists all)"
+    return ""
 
 
 INTRODUCTION = """\

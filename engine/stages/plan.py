@@ -337,8 +337,8 @@ def check_inputs(config: PipelineConfig) -> tuple[str, int]:
         from engine.models import require_model_folder, vocabulary_and_context
 
         require_model_folder(path)
-        profiles.check_model_layouts(config)
         start_digest, context = model_digest(path), vocabulary_and_context(path)[1]
+    profiles.check_model_layouts(config)
     tracker = Tracker(experiment=config.tracking.experiment)
     if not host().dry_run or tracker.database is None:  # whose check would make the file
         tracker.check()

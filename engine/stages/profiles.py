@@ -288,13 +288,23 @@ def apply_profile(config: C, profile: Profile) -> C:
 
 
 def check_model_layouts(config: PipelineConfig) -> None:
-    """Raise ConfigError for a layout that the model can't be split over; `auto` has none yet."""
+    """Raise ConfigError for a layout that the model can't be split over; `auto` has none yet.
+
+    A new model's is looked at where a layout isn't the default: that takes seconds of imports.
+    """
+    layouts = [section.parallel for section in (config.sft, config.rl.actor, config.rl.critic)]
+    given = [layout for layout in (*layouts, config.evaluate.parallel) if layout is not None]
+    if not config.model.path and all(layout == ONE_RANK for layout in given):
+        return
     from engine.evaluation.decode import check_evaluation_layout
     from engine.models import text_config
+    from engine.models.loading import new_model_config
     from engine.trainers.layout_checks import check_layouts
     from engine.trainers.offline import check_offline_layout
 
-    model, lora = text_config(config.model.path), config.model.lora
+    start, lora = config.model, config.model.lora
+    new = None if start.path else new_model_config(start, config.data.vocab_size)
+    model = text_config(start.path) if new is None else new
     if not config.sft.skip:
         check_offline_layout(config.sft, lora, model)
     if config.rl.trainer.placement != "auto":

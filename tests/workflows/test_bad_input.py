@@ -41,7 +41,10 @@ def assert_refused(outcome: Outcome, place: Place, *words: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"rl": {"actor": {"lr": 1}}}, ["unknown setting 'rl.actor.lr'", "check its spelling"]),
+        (
+            {"rl": {"actor": {"lr": 1}}},
+            ["unknown setting 'rl.actor.lr'", "did you mean rl.actor.optim.lr"],
+        ),
         ({"rl": {"actor": {"optim": {"lr": -1}}}}, ["rl.actor.optim.lr=-1", "greater than 0"]),
         (
             {"data": {"source": "csv"}},
@@ -62,6 +65,10 @@ def assert_refused(outcome: Outcome, place: Place, *words: str) -> None:
             ["the model's context of 40", "lower data.max_response_length"],
         ),
         ({"model": {"path": "/nowhere/model"}}, ["/nowhere/model", "does not exist"]),
+        (
+            {"rl": {"actor": {"parallel": {"tp": 3}}}},
+            ["tp=3 does not divide the model's num_attention_heads"],
+        ),
     ],
 )
 def test_a_wrong_setting(place: Place, change: dict[str, Any], words: list[str]) -> None:

@@ -159,7 +159,9 @@ def test_a_run_hands_over_its_best_step(
     assert content(tmp_path / "step_4") != content(tmp_path / "step_2")
     printed = capsys.readouterr().out
     assert "rl: hands over step 2 of 4, the best by validation (0.500)" in printed
-    assert re.search(r"rl: shares of the steps' time: .*actor\.update \d+%", printed)
+    assert re.search(
+        r"rl: shares of the steps' time \(calls may overlap\): .*actor\.update \d+%", printed
+    )
     # Two that are kept, of all that was saved: the best and the newest.
     assert CheckpointStore(tmp_path / "checkpoints").complete() == ["step_2", "step_4"]
     last = run(tiny_folder, tmp_path / "b", tmp_path / "c", trainer={"final_model": "last"})
