@@ -37,6 +37,7 @@ rlhf-pretrained: pretrained  ## improve that model by RL alone on word problems,
 
 test: env  ## check style and types, and run the test suite (6 to 20 minutes)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	@echo "mypy, and the tests: it takes about a minute to find them"
 	@$(BIN)/mypy >$(VENV)/mypy.log 2>&1 & types=$$!; trap "kill $$types 2>/dev/null; exit 130" INT; \
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -o faulthandler_timeout=700; tests=$$?; \
 	wait $$types || { cat $(VENV)/mypy.log; tests=1; }; exit $$tests

@@ -83,6 +83,8 @@ def main() -> None:
         for dtype in args.dtypes:
             print(f"\nGflop/s of a layer's products, {size}, {dtype}: forward, ∂input, ∂weight")
             print("\n".join(f"  {line}" for line in product_rates(SIZES[size], DTYPES[dtype])))
+    if args.phases == ["products"]:
+        return
     print(
         f"\n{'model':<7}{'dtype':<10}{'phase':<9}{'ms':>9}{'tokens/s':>10}{'Gflop/s':>9}"
         f"{'of GEMM':>9}{'bound ms':>10}{'of bound':>9}{'products ms':>13}{'of those':>10}"

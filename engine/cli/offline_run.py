@@ -97,7 +97,8 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
         final = trainer.fit(train, validation, checkpoints)
         target = folder / f"step_{steps}"
         saved = run_folder.save_atomically(lambda draft: trainer.save(draft, model.path), target)
-    say(f"{name}: done, {steps} steps in {human_time(time.monotonic() - started)}")
+    count = f"{steps} step{'s' * (steps != 1)}"
+    say(f"{name}: done, {count} in {human_time(time.monotonic() - started)}")
     for metric, value in sorted(final.items()):
         if "/validation_" in metric:
             say(f"  {metric.partition('/')[2]:<32} {value:.4f}")

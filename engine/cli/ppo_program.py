@@ -226,7 +226,8 @@ def _train(
             say(f"  {name:<28} {value:.4f}")
         return folder
     trained = rl_run.train_policy(run, log)
-    say(f"rl: done, {len(log.rewards)} steps in {human_time(time.monotonic() - started)}")
+    count = len(log.rewards)
+    say(f"rl: done, {count} step{'s' * (count != 1)} in {human_time(time.monotonic() - started)}")
     if log.rewards and not any(log.rewards):
         say(
             f"rl: every reward was 0, so nothing was learned; see python -m engine.samples {folder}"

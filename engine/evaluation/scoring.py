@@ -217,7 +217,7 @@ def scorer_inputs(
     """The texts of RL rows' last messages, and the columns that rewards get, as in RL."""
     table = [{str(k): v for k, v in row.items()} for row in frame.to_dict("records")]
     columns = collate_prompts(table, prompt_ids).columns
-    prompts = [answered_messages(prompt) for prompt in columns["prompt"]]
+    prompts = [list(answered_messages(prompt)) for prompt in columns["prompt"]]
     scored: dict[str, list[object]] = {"messages": list(prompts)}
     scored |= {key: list(values) for key, values in columns.items() if key != "prompt"}
     return [prompt[-1]["content"] for prompt in prompts], scored

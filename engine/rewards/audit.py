@@ -100,7 +100,7 @@ def reward_rows(rows: Sequence[Mapping[str, Any]]) -> RewardRows:
     """RL rows in canonical form as reward functions get them, with no completions yet."""
     names = [name for name in (rows[0] if rows else ()) if name != "prompt"]
     columns: dict[str, list[Any]] = {name: [row.get(name) for row in rows] for name in names}
-    columns["messages"] = [row["prompt"] for row in rows]
+    columns["messages"] = [list(row["prompt"]) for row in rows]
     columns["ground_truth"] = [row["reward_model"]["ground_truth"] for row in rows]
     prompts = [messages[-1]["content"] for messages in columns["messages"]]
     return RewardRows(prompts, [""] * len(prompts), columns)

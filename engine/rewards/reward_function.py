@@ -283,7 +283,9 @@ def row_values(columns: Mapping[str, Sequence[object]], row: int) -> dict[str, A
 def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> RewardFunction:
     """Return the reward registered as `name`, or the function at `package.module:function`.
 
-    `options` are those of `reward.options`; one that has a column's name stands in its place.
+    `options` are those of `reward.options`; one that has a column's name stands in its place. The
+    function gets the fields of `extra_info` as columns, too, where no column has their name: a
+    workflow puts a file's own columns there. Options of our rewards don't come from fields.
     Raises ConfigError where there is no such reward, where it can't be called as a reward function,
     and for an option that it doesn't declare.
     """
@@ -300,14 +302,24 @@ def resolve_reward(name: str, options: Mapping[str, object] | None = None) -> Re
                 "def reward(prompts, completions, *, ground_truth, **columns) -> list[float]"
             ) from None
     parsed = Options(f"reward {name!r}", function).parse(options or {}, "reward.options")
-    if not parsed:
-        return function
+    by_row = () if (entry := registered_reward(name)) is None else entry.row_options
+    ours = function.__module__.startswith("engine.")
+    kept = {*keyword_defaults(function)} - {*by_row} if ours else set()
 
     @functools.wraps(function)
     def configured(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> Any:
-        return function(prompts, completions, **{**columns, **parsed})
+        fields = _extra_fields(columns.get("extra_info", ()))
+        fields = {key: values for key, values in fields.items() if key not in kept}
+        return function(prompts, completions, **{**fields, **columns, **parsed})
 
     return configured
+
+
+def _extra_fields(infos: Sequence[object]) -> dict[str, list[object]]:
+    """The fields of `extra_info` as columns, None where a row has none of that name."""
+    rows = [info if isinstance(info, Mapping) else {} for info in infos]
+    names = {str(name) for row in rows for name in row} - {"prompts", "completions"}
+    return {name: [row.get(name) for row in rows] for name in sorted(names)}
 
 
 def registered_reward(name: str) -> RegisteredReward | None:

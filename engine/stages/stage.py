@@ -308,7 +308,8 @@ def stage(
             raise  # the task is retried, and the run resumes
         stopped = isinstance(error, KeyboardInterrupt | SystemExit | PreemptedError)
         if stopped:
-            say(f"{kind}: interrupted; the stages before it are cached, run again to continue")
+            way_on = f"earlier stages are cached, and {kind} goes on from its newest checkpoint"
+            say(f"{kind}: interrupted; run again to continue: {way_on}, if it has one")
         with contextlib.suppress(TrackingError):  # so that the cause is shown, not this
             tracker.check()  # so that an unreachable store is not retried
             tracker.finish_pipeline(run.mlflow_run, "KILLED" if stopped else "FAILED")

@@ -72,7 +72,7 @@ class RewardWorker(Worker):
     def _score(self, batch: Batch, whole: bool) -> Batch:
         texts = self._completions(batch)
         others = {name: list(values) for name, values in batch.columns.items() if name != "prompt"}
-        messages = [answered_messages(prompt) for prompt in batch.columns["prompt"]]
+        messages = [list(answered_messages(prompt)) for prompt in batch.columns["prompt"]]
         scores = self.scorer.score(
             [prompt[-1]["content"] for prompt in messages], texts, {"messages": messages, **others}
         )

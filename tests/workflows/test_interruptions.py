@@ -190,7 +190,9 @@ def test_ctrl_c_ends_cleanly(
     assert time.monotonic() - started < DEADLINE_S
     assert running.returncode == 130
 
-    assert "rl: interrupted; the stages before it are cached, run again to continue" in out
+    assert (
+        "rl: interrupted; run again to continue: earlier stages are cached, and rl goes on" in out
+    )
     assert "Traceback" not in out + err
     assert len([line for line in err.splitlines() if line.strip() and "sft: " not in line]) <= 1
 

@@ -78,7 +78,11 @@ def test_a_wrong_ground_truth_is_refused(score: Callable[[str, str], tuple[float
 
 
 def test_it_declares_what_it_returns() -> None:
-    assert resolve_reward("answer_and_format") is answer_and_format
+    reward = resolve_reward("answer_and_format")
+    texts = ["#### 1", "1"]
+    assert reward(["?", "?"], texts, ground_truth=["1", "1"]) == answer_and_format(
+        ["?", "?"], texts, ground_truth=["1", "1"]
+    )
     assert declared_components("answer_and_format") == ("answer", "format")
 
 

@@ -261,8 +261,29 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_entries: Ow
     return "user_rewards_of_test"
 
 
-def test_built_in_rewards_are_found_by_name() -> None:
-    assert resolve_reward("answer_match") is answer_match
+def test_fields_of_extra_info_are_columns_where_no_column_has_their_name(
+    own_entries: OwnEntries,
+) -> None:
+    own_entries(reward_function._registry)
+    seen: dict[str, Any] = {}
+
+    @register_reward("noting")
+    def noting(prompts, completions, *, ground_truth, **columns):  # type: ignore[no-untyped-def]
+        seen.update(columns)
+        return [0.0 for _ in completions]
+
+    infos = [{"level": "easy", "index": 3, "prompts": 1}, {"level": "hard"}, None]
+    columns = {"extra_info": infos, "index": [7, 8, 9]}
+    resolve_reward("noting")(["?"] * 3, ["1"] * 3, ground_truth=["1"] * 3, **columns)
+    assert seen == {"extra_info": infos, "level": ["easy", "hard", None], "index": [7, 8, 9]}
+
+
+def test_a_field_of_extra_info_is_no_option_of_our_rewards() -> None:
+    infos = [{"decimal_mark": ",", "method": "flexible"}, {"decimal_mark": None, "method": 3}]
+    match = resolve_reward("answer_match")
+    truths = {"ground_truth": ["1,5", "1.5"], "extra_info": infos}
+    assert match(["?"] * 2, ["#### 1,5", "#### 1.5"], **truths) == [1.0, 1.0]
+    assert match(["?"] * 2, ["1,5", "1.5"], **truths) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(("name", "value"), [("ok", 0.5), ("ok_object", 0.25)])
@@ -317,7 +338,7 @@ def test_registering_makes_a_name_selectable_once(own_entries: OwnEntries) -> No
     def length(prompts, completions, *, ground_truth, **columns):  # type: ignore[no-untyped-def]
         return [float(len(text)) for text in completions]
 
-    assert resolve_reward("length") is length
+    assert resolve_reward("length")([], ["abc"], ground_truth=["1"]) == [3.0]
     register_reward("length")(length)
     with pytest.raises(ConfigError, match="'length' is already registered"):
         register_reward("length")(answer_match)
