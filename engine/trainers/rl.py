@@ -154,7 +154,9 @@ class RLTrainer(AbstractContextManager["RLTrainer"]):
             if saver is not None:
                 metrics = metrics | saver.take_metrics()
             if self.validation and _is_due(self.step, stop, settings.test_freq):
+                started = time.perf_counter()
                 metrics = metrics | self.validate(self.validation)
+                metrics |= {"perf/validation_s": time.perf_counter() - started}
             metrics = metrics | drift.metrics([*self.history, metrics])
             self.on_step(self.step, stop, metrics)
             self.history.append({"step": float(self.step)} | metrics)
@@ -171,13 +173,12 @@ class RLTrainer(AbstractContextManager["RLTrainer"]):
 
     def validate(self, rows: Sequence[Row]) -> Metrics:
         """Metrics of completions to the prompts of `rows`, decoded as `rollout.val_kwargs` says."""
-        started, prompts = time.perf_counter(), self.source.prompts.encode(rows)
+        prompts = self.source.prompts.encode(rows)
         batch = LazyBatch(self.source.validate(prompts, self.step))
         batch |= self.roles.reward.score(batch)
         self.on_rollouts("validation", self.step, batch.resolve())
         self.roles.take_costs()  # they are no part of the next step
-        seconds = {"perf/validation_s": time.perf_counter() - started}
-        return step_metrics.validation_metrics(batch.resolve()) | seconds
+        return step_metrics.validation_metrics(batch.resolve())
 
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
         """Resume from the newest good checkpoint of a folder and return it; None without one."""
