@@ -48,8 +48,8 @@ class PoolConfig(Section):
     """Roles that share one process, and what that process takes."""
 
     roles: tuple[str, ...] = Field(min_length=1, description="e.g. [actor, rollout]")
-    cpus: float = Field(1.0, ge=0)
-    gpus: float = Field(0.0, ge=0)
+    cpus: float = Field(1.0, ge=0, description="Cores of each process")
+    gpus: float = Field(0.0, ge=0, description="GPUs of each process")
     resources: dict[str, float] = Field({}, description="Other Ray resources")
     labels: dict[str, str] = Field({}, description="Labels of the node, as Ray's selectors")
 
@@ -96,8 +96,8 @@ class LoopConfig(Section):
     preemption_grace_s: float = Field(20.0, gt=0)
     """Deadline after SIGTERM to finish the step and save it"""
     pools: tuple[PoolConfig, ...] = ()
-    """Which roles share a process, and what it takes; none: a process for the policy's roles and
-    one for the reward, each with its share of the cores"""
+    """Which roles share a process, and what it takes: each with roles, cpus, gpus, resources and
+    labels; none: a process for the policy's roles and one for each other role, without GPUs"""
     threads: int = Field(0, ge=0, description="CPU threads of a process; 0: all cores")
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for the ranks to start")
     step_timeout_s: float = Field(1800.0, gt=0, description="Deadline for one call to a rank")

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from engine.errors import DataError, StorageError, first_line
-from engine.storage.filesystem import PATIENT, Files, translated
+from engine.storage.filesystem import PATIENT, Files, as_path, is_remote, translated
 
 TRAIN, VALIDATION = "train", "validation"
 COMPONENT = "reward."  # before the name of a reward's component, in the name of its column
@@ -158,6 +158,8 @@ def find_samples(uri: str | Path) -> SampleFolder:
         folder = SampleFolder(address)
         if folder.names():
             return folder
+    if not is_remote(uri) and not as_path(uri).exists():
+        raise DataError(f"{uri} does not exist; check the path of the run's folder")
     raise DataError(
         f"{uri} has no samples of rollouts; give the folder of a run or of its artifact `rl`, "
         "whose settings have trainer.log_rollouts_freq above 0"

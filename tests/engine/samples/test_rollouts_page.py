@@ -231,6 +231,9 @@ def test_wrong_input_is_one_sentence(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(tmp_path / "nowhere")]) == 1
+    assert "nowhere does not exist; check the path" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main([str(tmp_path / "empty")]) == 1
     assert "has no samples of rollouts" in capsys.readouterr().err
     assert main([str(run), "--html", str(tmp_path / "nowhere" / "page.html")]) == 1
     assert "choose another file with --html" in capsys.readouterr().err

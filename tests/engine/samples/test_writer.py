@@ -373,7 +373,10 @@ def test_samples_are_listed_by_step(tmp_path: Path) -> None:
 def test_a_run_s_folder_leads_to_its_samples(tmp_path: Path) -> None:
     write(tmp_path / "rollouts", FIRST)
     assert find_samples(tmp_path).uri == find_samples(tmp_path / "rollouts").uri
+    (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no samples of rollouts.*trainer\.log_rollouts_freq"):
+        find_samples(tmp_path / "empty")
+    with pytest.raises(DataError, match=r"nowhere does not exist; check the path"):
         find_samples(tmp_path / "nowhere")
 
 
