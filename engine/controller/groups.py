@@ -202,7 +202,8 @@ class Roles(AbstractContextManager["Roles"]):
         return role in self._groups
 
     def begin_step(self, step: int) -> None:
-        """Set the training step that the timeline shows for the calls from now on."""
+        """Begin a training step: the timeline and `take_costs` have the calls from now on."""
+        self.take_costs()  # of validations and checkpoints
         if self.recorder:
             self.recorder.step = step
 

@@ -177,7 +177,6 @@ class RLTrainer(AbstractContextManager["RLTrainer"]):
         batch = LazyBatch(self.source.validate(prompts, self.step))
         batch |= self.roles.reward.score(batch)
         self.on_rollouts("validation", self.step, batch.resolve())
-        self.roles.take_costs()  # they are no part of the next step
         return step_metrics.validation_metrics(batch.resolve())
 
     def resume(self, checkpoint_dir: str | Path) -> Checkpoint | None:
