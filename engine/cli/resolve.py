@@ -28,8 +28,8 @@ from engine.config.text import (
     PRESETS,
     config_path,
     explain,
-    instead_of,
     read_yaml,
+    suggestion,
     validated,
 )
 from engine.errors import ConfigError
@@ -364,7 +364,7 @@ def _note_unsupported(form: Form[C], resolved: Resolved[C], key: str, value: obj
     if entry is None:
         names = sorted(form.known)
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
-        hint = f"did you mean {near[0]}?" if near else instead_of(key, names)
+        hint = f"did you mean {near[0]}?" if near else suggestion(key, names)
         hint = hint or f"python -m engine.{form.program} --help lists all keys"
         raise ConfigError(f"unknown key {key!r}; {hint}")
     if value is None or any(same_value(accepted, value) for accepted in entry.accepted):

@@ -75,14 +75,14 @@ def read_settings(text: str) -> Any:
         values = json.loads(json.dumps(values, default=str))
     if isinstance(values, dict) and "preset" in values:
         preset = read_settings(f"{PRESET}{values.pop('preset')}")
-        return _changed(preset, values)
+        return _deep_update(preset, values)
     return values
 
 
-def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Replace single values, also of sections in sections."""
+def _deep_update(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` with `changes` on top, section by section."""
     return values | {
-        key: _changed(values[key], change)
+        key: _deep_update(values[key], change)
         if isinstance(change, dict) and isinstance(values.get(key), dict)
         else change
         for key, change in changes.items()
@@ -112,7 +112,7 @@ def explain(error: ValidationError) -> str:
         if item["type"] == "extra_forbidden":
             known = [s.path for _, _, settings in sections(PipelineConfig) for s in settings]
             hint = "check its spelling and its section (`python -m engine.config` lists all)"
-            lines.append(f"unknown setting {field!r}; {instead_of(field, known) or hint}")
+            lines.append(f"unknown setting {field!r}; {suggestion(field, known) or hint}")
         elif item["type"] == "value_error":
             lines.append(item["msg"].removeprefix("Value error, "))
         elif field:
@@ -122,7 +122,7 @@ def explain(error: ValidationError) -> str:
     return presentable("; ".join(lines))
 
 
-def instead_of(field: str, known: Sequence[str]) -> str:
+def suggestion(field: str, known: Sequence[str]) -> str:
     """Say which of the `known` dotted names an unknown one may stand for; empty: none is near."""
     section, _, name = field.rpartition(".")
     prefix = f"{section}." if section else ""

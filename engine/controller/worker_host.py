@@ -205,7 +205,10 @@ class WorkerHost:
             return self._run(call, iter(data))
 
     def measured_call(self, call: RemoteCall, *data: object) -> tuple[object, CallCost]:
-        """As `call`, and its cost, which says without the result whether the call failed."""
+        """Run a call as `call` does; return its result, and its cost.
+
+        A failure shows in either, so that it is seen without the result being fetched.
+        """
         start = time.perf_counter()
         result, seconds = self.call(call, *data), time.perf_counter() - start
         on_gpu = torch.cuda.is_initialized()

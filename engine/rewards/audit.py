@@ -79,6 +79,13 @@ class RewardAudit:
         return f"{', '.join(parts)}; {len(self.checks)} checks on {self.rows} rows"
 
 
+def audit_line(record: Mapping[str, Any]) -> str:
+    """Say how an audit ended, from its `RewardAudit.record` in an evaluation's manifest."""
+    if record.get("rows") == 0:  # older ones don't say
+        return NOT_AUDITED
+    return "passed" if record["passed"] else f"can be fooled: {', '.join(record['holes'])}"
+
+
 _AUDITS = TypeAdapter(dict[str, RewardAudit])  # by who scores, e.g. `rl`
 
 

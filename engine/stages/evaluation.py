@@ -29,7 +29,7 @@ from engine.lineage.page import render_page
 from engine.promotion.gate import trained_on, training_prompts
 from engine.redaction import redact
 from engine.rewards import scorer_identity, scorer_label
-from engine.rewards.audit import NOT_AUDITED
+from engine.rewards.audit import audit_line
 from engine.stages import reward_audit
 from engine.stages.fetch import START_MODEL, first_model, trained_by
 from engine.stages.promotion import read_decision
@@ -466,13 +466,6 @@ def print_summary(facts: dict[str, Any], path: Path, folders: dict[str, Path]) -
             "none of these problems. Look at its answers in the report, and start from a stronger "
             "model with --model FOLDER."
         )
-
-
-def audit_line(audit: Mapping[str, Any]) -> str:
-    """Say how a scorer's audit ended, as an evaluation records it."""
-    if audit.get("rows") == 0:  # older ones don't say
-        return NOT_AUDITED
-    return "passed" if audit["passed"] else f"can be fooled: {', '.join(audit['holes'])}"
 
 
 def ranking(metrics: dict[str, float]) -> str:

@@ -303,8 +303,8 @@ def check_model_layouts(config: PipelineConfig) -> None:
     from engine.trainers.offline import check_offline_layout
 
     start, lora = config.model, config.model.lora
-    new = None if start.path else new_model_config(start, config.data.vocab_size)
-    model = text_config(start.path) if new is None else new
+    model = text_config(start.path) if start.path else None
+    model = model or new_model_config(start, config.data.vocab_size)
     if not config.sft.skip:
         check_offline_layout(config.sft, lora, model)
     if config.rl.trainer.placement != "auto":

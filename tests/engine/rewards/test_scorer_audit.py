@@ -17,10 +17,9 @@ import pytest
 from engine.config import RewardConfig
 from engine.errors import LineageError, RewardError
 from engine.rewards import audit, probes
-from engine.rewards.audit import RewardAudit, audit_scorer
+from engine.rewards.audit import RewardAudit, audit_line, audit_scorer
 from engine.rewards.calls import RewardRows
 from engine.rewards.reward_function import registered_reward
-from engine.stages.evaluation import audit_line
 
 HERE = __name__
 
