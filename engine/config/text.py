@@ -45,7 +45,7 @@ def validated(section: type[M], values: object, where: str = "") -> M:
     try:
         return section.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{where}{explain(error)}") from None
+        raise ConfigError(f"{where}{explain(error, section)}") from None
 
 
 def parse_config(values: dict[str, object]) -> PipelineConfig:
@@ -104,13 +104,14 @@ def read_yaml(file: Path, name: str) -> dict[str, object]:
     return values or {}
 
 
-def explain(error: ValidationError) -> str:
-    """Turn pydantic's report into sentences that name the field, the value and the way out."""
+def explain(error: ValidationError, model: type[BaseModel] = PipelineConfig) -> str:
+    """Turn pydantic's report on a `model` into sentences with field, value and way out."""
     lines = []
     for item in error.errors():
         field = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            known = [s.path for _, _, settings in sections(PipelineConfig) for s in settings]
+            known = _entry_settings(item["loc"], model)
+            known = known or [s.path for _, _, settings in sections(model) for s in settings]
             hint = "check its spelling and its section (`python -m engine.config` lists all)"
             lines.append(f"unknown setting {field!r}; {suggestion(field, known) or hint}")
         elif item["type"] == "value_error":
@@ -120,6 +121,20 @@ def explain(error: ValidationError) -> str:
         else:
             lines.append(item["msg"])
     return presentable("; ".join(lines))
+
+
+def _entry_settings(field: Sequence[int | str], model: type[BaseModel]) -> list[str]:
+    """The settings beside a field of an entry in a list or table; none for another field."""
+    kind: Any = model
+    in_entry = False
+    for name in field[:-1]:
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            kind = kind.model_fields[str(name)].annotation
+            kind = section_of(kind) or kind
+        else:  # tuple[Entry, ...] or dict[str, Entry]
+            kind, in_entry = next(filter(None, map(section_of, get_args(kind)))), True
+    prefix = "".join(f"{name}." for name in field[:-1])
+    return [prefix + name for name in kind.model_fields] if in_entry else []
 
 
 def suggestion(field: str, known: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import pytest
@@ -102,6 +102,30 @@ def test_unknown_keys_are_all_listed_with_what_may_be_meant() -> None:
     )
     with pytest.raises(ConfigError, match=r"'tracking.foo'; tracking has experiment, logger, p"):
         parse_config({"tracking": {"foo": 1}})
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("rl.trainer.pools.0.role", "did you mean rl.trainer.pools.0.roles?"),
+        ("rl.trainer.pools.0.name", "rl.trainer.pools.0 has roles, cpus, gpus, resources, labels"),
+        ("rl.reward.components.style.nam", "did you mean rl.reward.components.style.name?"),
+        ("rl.reward.sources.gsm8k.option", "did you mean rl.reward.sources.gsm8k.options?"),
+        (
+            "rl.algorithm.distillation.teachers.0.modl",
+            "did you mean rl.algorithm.distillation.teachers.0.model?",
+        ),
+        ("data.evaluation_sets.0.nme", "did you mean data.evaluation_sets.0.name?"),
+        ("promote.guards.0.metrc", "did you mean promote.guards.0.metric?"),
+    ],
+)
+def test_unknown_settings_of_an_entry_are_compared_with_the_entrys(path: str, hint: str) -> None:
+    values: object = 1
+    for name in reversed(path.split(".")):
+        values = [values] if name == "0" else {name: values}
+    with pytest.raises(ConfigError) as caught:
+        parse_config(cast(dict[str, object], values))
+    assert f"unknown setting {path!r}; {hint}" in str(caught.value)
 
 
 def test_sections_are_frozen() -> None:
