@@ -110,8 +110,7 @@ def explain(error: ValidationError, model: type[BaseModel] = PipelineConfig) -> 
     for item in error.errors():
         field = ".".join(map(str, item["loc"]))
         if item["type"] == "extra_forbidden":
-            known = _entry_settings(item["loc"], model)
-            known = known or [s.path for _, _, settings in sections(model) for s in settings]
+            known = list(_known_settings(model, item["loc"]))
             hint = "check its spelling and its section (`python -m engine.config` lists all)"
             lines.append(f"unknown setting {field!r}; {suggestion(field, known) or hint}")
         elif item["type"] == "value_error":
@@ -123,18 +122,24 @@ def explain(error: ValidationError, model: type[BaseModel] = PipelineConfig) -> 
     return presentable("; ".join(lines))
 
 
-def _entry_settings(field: Sequence[int | str], model: type[BaseModel]) -> list[str]:
-    """The settings beside a field of an entry in a list or table; none for another field."""
+def _known_settings(model: type[BaseModel], field: Sequence[int | str]) -> Iterator[str]:
+    """Yield the settings that an unknown field may stand for; an entry of a list has its own."""
     kind: Any = model
-    in_entry = False
-    for name in field[:-1]:
+    start, entry = 0, model
+    for depth, name in enumerate(field[:-1], 1):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             kind = kind.model_fields[str(name)].annotation
             kind = section_of(kind) or kind
         else:  # tuple[Entry, ...] or dict[str, Entry]
-            kind, in_entry = next(filter(None, map(section_of, get_args(kind)))), True
-    prefix = "".join(f"{name}." for name in field[:-1])
-    return [prefix + name for name in kind.model_fields] if in_entry else []
+            kind = entry = next(filter(None, map(section_of, get_args(kind))))
+            start = depth
+    yield from _paths(entry, "".join(f"{name}." for name in field[:start]))
+
+
+def _paths(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, info in model.model_fields.items():
+        section = section_of(info.annotation)
+        yield from _paths(section, f"{prefix}{name}.") if section else [prefix + name]
 
 
 def suggestion(field: str, known: Sequence[str]) -> str:

@@ -101,6 +101,19 @@ def gpu(name: str, kinds: Mapping[str, Device] | None = None) -> Device:
     return (kinds or {}).get(name) or _GPUS.get(name, _UNKNOWN_GPU)
 
 
+def gpu_of_product(product: str, memory: int) -> Device:
+    """Return the GPU of the table that a driver names so and gives about `memory` bytes.
+
+    >>> gpu_of_product("NVIDIA A100-SXM4-80GB", 79 * GIB).name
+    'A100-80G'
+    >>> gpu_of_product("AMD Instinct MI300X", 192 * GIB).name
+    'AMD-Instinct-MI300X-OAM'
+    """
+    words = product.replace("-", " ").split()
+    same = [d for d in _GPUS.values() if d.name.split("-")[2 * (d.vendor == "amd")] in words]
+    return min(same, key=lambda d: abs(d.memory_gib * GIB - memory), default=_UNKNOWN_GPU)
+
+
 def cpu(cores: float) -> Device:
     """Return a machine's cores as one device; 10 Gbit Ethernet between machines."""
     return Device(

@@ -71,6 +71,7 @@ def plan(
     `pairs.path`. `profile` fills in layout and GPUs where they are open. `workflow` names the run.
     """
     machines = profiles.read_profile(profile)
+    profiles.suggest_gpus(machines)
     config = with_overrides(config, source, path, model, preferences, seed)
     if workflow == "agents" and not config.rl.rollout.multi_turn.enable:
         raise ConfigError(

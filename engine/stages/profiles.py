@@ -144,14 +144,17 @@ class Profile(Section):
 _SHIPPED = yaml.safe_load(Path(__file__).with_name("profiles.yaml").read_text())
 PROFILES = {name: Profile(name=name, **fields) for name, fields in _SHIPPED.items()}
 LAPTOP = PROFILES["laptop"]
+THIS_MACHINE = "this-machine"
 
 
 def read_profile(text: str) -> Profile:
     """Return the profile that `text` names or describes; ConfigError for anything else.
 
-    That is a name in `profiles.yaml`, or a mapping in YAML or JSON of `Profile`'s fields, which
-    with `base: NAME` replace those of that one.
+    That is a name in `profiles.yaml`, `this-machine`, or a mapping in YAML or JSON of `Profile`'s
+    fields, which with `base: NAME` replace those of that one.
     """
+    if text == THIS_MACHINE:
+        return _this_machine()
     if text in PROFILES:
         return PROFILES[text]
     names = ", ".join(PROFILES)
@@ -161,14 +164,54 @@ def read_profile(text: str) -> Profile:
         raise ConfigError(f"profile is no valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(
-            f"profile={text!r} is none of {names}; give one of them, or sizes of your own as YAML, "
-            'such as {base: 8xA100, gpus: 4}, or a file\'s content: --profile "$(cat FILE)"'
+            f"profile={text!r} is none of {names}, {THIS_MACHINE}; give one of them, or sizes of "
+            "your own as YAML, such as {base: 8xA100, gpus: 4}, or a file's content: "
+            '--profile "$(cat FILE)"'
         )
     if base := values.pop("base", ""):
         if base not in PROFILES:
             raise ConfigError(f"profile base={base!r} is none of {names}")
         values = filled_up(PROFILES[base], {"name": "custom"} | values)
     return validated(Profile, values, "profile: ")
+
+
+def _this_machine() -> Profile:
+    """Return one worker with all cores, memory and GPUs of this machine; not in a pod."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        raise ConfigError(
+            f"profile={THIS_MACHINE} is for runs on one machine, and this is a pod; name the "
+            f"cluster's machines: {', '.join(PROFILES)}, or sizes of your own"
+        )
+    import torch
+
+    from engine.planner.resources import GIB
+    from engine.trainers.auto_placement import local_gpu
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return LAPTOP.replaced(
+        {
+            "name": THIS_MACHINE,
+            "cpus": os.cpu_count() or 1,
+            "memory_gib": max(LAPTOP.memory_gib, memory // GIB),
+            "replicas": Replicas(),
+            "gpus": torch.cuda.device_count(),
+            "accelerator": local_gpu().removesuffix("GPU"),  # empty: not known
+        }
+    )
+
+
+def suggest_gpus(profile: Profile) -> None:
+    """Say how a run uses the GPUs of this machine, where it has several and the profile none."""
+    listed = list(Path("/proc/driver/nvidia/gpus").glob("*"))  # importing torch takes seconds
+    if profile.gpus or len(listed) < 2 or "KUBERNETES_SERVICE_HOST" in os.environ:
+        return
+    import torch
+
+    if (gpus := torch.cuda.device_count()) > 1:
+        say(
+            f"plan: this machine has {gpus} GPUs, and profile={profile.name} uses one at most; "
+            f"--profile {THIS_MACHINE} uses all"
+        )
 
 
 def check_memory(config: PipelineConfig, profile: Profile, *, trains: bool = True) -> None:

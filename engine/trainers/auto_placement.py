@@ -29,7 +29,7 @@ from engine.parallel.shard_maps import ROLLOUT_FAMILIES
 from engine.planner.explain import options_text, peak_parts, rank_gib, seconds_text
 from engine.planner.layout_search import BUDGET, PricedCandidate
 from engine.planner.memory import Memory, estimate
-from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of
+from engine.planner.resources import GIB, Allocation, Device, cpu, gpu, gpu_of, gpu_of_product
 from engine.rollout.protocol import engine_capabilities
 from engine.trainers import run_spec
 from engine.trainers.layout_checks import check_layouts
@@ -523,8 +523,8 @@ def local_gpu() -> str:
     """The kind of this machine's first GPU, as the planner knows it; empty without one."""
     if not torch.cuda.is_available():
         return ""
-    words = torch.cuda.get_device_name(0).replace("-", " ").split()
-    return next((word for word in words if gpu(word).memory_gib), "GPU")
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return gpu_of_product(torch.cuda.get_device_name(0), memory).name
 
 
 def model_dtype(dtype: str, model_path: str | Path, config: RLConfig) -> str:

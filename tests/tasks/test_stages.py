@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 from flytekit.core.local_cache import LocalTaskCache
 from s3_server import s3_bucket
 from tracker_files import tensorboard_points, wandb_points
@@ -417,6 +418,29 @@ def test_sizes_of_one_s_own() -> None:
     assert (more.fewest, more.start, more.most) == (1, 2, 4)
 
 
+@pytest.mark.parametrize(
+    ("product", "kind"), [("NVIDIA A100-SXM4-80GB", "A100-80G"), ("NVIDIA Strange", "")]
+)
+def test_this_machine_is_a_profile_with_all_its_gpus(
+    product: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read_profile("this-machine").gpus == 0
+    properties = SimpleNamespace(total_memory=79 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: product)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    machine = read_profile("this-machine")
+    assert (machine.gpus, machine.accelerator, machine.world) == (8, kind, 8)
+    assert machine.cpus == os.cpu_count()
+    fitted = apply_profile(settings(), machine)
+    assert Layout.of(fitted.rl.actor.parallel).world_size == 8
+    assert [pool.gpus for pool in fitted.rl.trainer.pools] == [1.0, 0.0]
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    with pytest.raises(ConfigError, match=r"profile=this-machine is for runs on one machine"):
+        read_profile("this-machine")
+
+
 def test_rocm_takes_the_same_path() -> None:
     for sizes in ("accelerator: AMD-Instinct-MI355X-OAM", "gpu_resource: amd.com/gpu"):
         amd = read_profile(f"{{cpus: 64, memory_gib: 500, gpus: 8, {sizes}}}")
@@ -427,10 +451,10 @@ def test_rocm_takes_the_same_path() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("9xA100", "profile='9xA100' is none of laptop, one-gpu, 8xA100, 2x8xH100, mi300x"),
+        ("9xA100", "profile='9xA100' is none of laptop, one-gpu, 8xA100, 2x8xH100, mi300x, this-"),
         ("{base: 9xA100}", "profile base='9xA100' is none of laptop"),
         ("{cpus: [", "no valid YAML"),
-        ("{base: laptop, gpu: 1}", "profile: unknown setting 'gpu'"),
+        ("{base: laptop, gpu: 1}", "profile: unknown setting 'gpu'; did you mean gpus?"),
         ("{cpus: 4}", "memory_gib"),
         ("{base: laptop, shared_memory_gib: 8}", "shared_memory_gib=8 leaves nothing"),
         ("{base: laptop, accelerator: H100}", "accelerator='H100' with gpus=0"),
