@@ -49,6 +49,11 @@ def _restored(kind: type[E], arguments: tuple[object, ...]) -> E:
     return error
 
 
+def counted(count: int, noun: str) -> str:
+    """Return e.g. "1 step" or "2 steps"."""
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message; its type's name where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -22,7 +22,7 @@ from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data import training_examples
 from engine.data.training_examples import AnyExample
-from engine.errors import ConfigError, DataError
+from engine.errors import ConfigError, DataError, counted
 from engine.models import (
     high_learning_rate,
     resolve_dtype,
@@ -97,7 +97,7 @@ def run(config: OfflineRunConfig, *, dry_run: bool = False) -> Path | None:
         final = trainer.fit(train, validation, checkpoints)
         target = folder / f"step_{steps}"
         saved = run_folder.save_atomically(lambda draft: trainer.save(draft, model.path), target)
-    count = f"{steps} step{'s' * (steps != 1)}"
+    count = counted(steps, "step")
     say(f"{name}: done, {count} in {human_time(time.monotonic() - started)}")
     for metric, value in sorted(final.items()):
         if "/validation_" in metric:

@@ -21,7 +21,7 @@ from engine.data.chat_template import with_template_variables
 from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
 from engine.data.row_files import data_files, read_file_rows
-from engine.errors import ConfigError, DataError, PlacementError
+from engine.errors import ConfigError, DataError, PlacementError, counted
 from engine.models.loading import check_overrides, link_model
 from engine.rollout.protocol import engine_capabilities
 from engine.runtime.policy_runtime import open_tokenizer
@@ -227,7 +227,7 @@ def _train(
         return folder
     trained = rl_run.train_policy(run, log)
     count = len(log.rewards)
-    say(f"rl: done, {count} step{'s' * (count != 1)} in {human_time(time.monotonic() - started)}")
+    say(f"rl: done, {counted(count, 'step')} in {human_time(time.monotonic() - started)}")
     if log.rewards and not any(log.rewards):
         say(
             f"rl: every reward was 0, so nothing was learned; see python -m engine.samples {folder}"
@@ -343,5 +343,5 @@ def _layout_lines(rl: RLConfig) -> Iterator[str]:
     pools = [pool.roles for pool in trainer.pools] or run_spec.default_pools(roles)
     yield f"placement {trainer.placement}: " + ", ".join("+".join(pool) for pool in pools)
     for role, layout in layouts.items():
-        yield f"          {role}: {layout.world_size} rank(s), {layout}"
+        yield f"          {role}: {counted(layout.world_size, 'rank')}, {layout}"
     yield f"          rollout: {rollout.engine}, tensor parallel {rollout.tensor_parallel_size}"

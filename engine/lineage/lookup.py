@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from engine.errors import CheckpointError, LineageError, TrackingError
+from engine.errors import CheckpointError, LineageError, TrackingError, counted
 from engine.lineage import graph as lineage_graph
 from engine.lineage.graph import CHECKPOINT, MODEL_VERSION, ArtifactNode, Graph, Index
 from engine.storage.artifacts import SOURCE, Draft, Parent, read_manifest
@@ -135,7 +135,7 @@ class Review:
         """Return the number of nodes by kind, e.g. "3 nodes: 1 dataset, 2 rl"."""
         kinds = Counter(node.kind.replace("_", " ") for node in self.graph.nodes.values())
         parts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-        return f"{kinds.total()} {'node' if kinds.total() == 1 else 'nodes'}: {parts}"
+        return f"{counted(kinds.total(), 'node')}: {parts}"
 
 
 def review(

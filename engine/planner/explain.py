@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from engine.errors import counted
 from engine.planner.layout_search import PlacementPlan, PricedCandidate
 from engine.planner.memory import RUNTIME, USABLE
 from engine.planner.resources import GIB
@@ -23,7 +24,7 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
     Seconds and bytes are the model's (`cost`, `memory`), with every row as long as the longest.
     """
     chosen, allocation = plan.chosen, plan.chosen.allocation
-    ranks = f": {allocation.ranks} ranks on {allocation.machines} machine(s)"
+    several = f": {allocation.ranks} ranks on {counted(allocation.machines, 'machine')}"
     pinned = f"; as set: {plan.fixed}" if str(plan.fixed) else ""
     lacking = sorted(plan.lacking.items(), key=lambda item: -item[1])
     too_large = "".join(f", {count} too large in {phase}" for phase, count in lacking)
@@ -40,7 +41,7 @@ def explain(plan: PlacementPlan, shown: int = SHOWN) -> str:
         why += f"; {faster.candidate.layout} would be faster but lacks {_excess(faster)} GiB a rank"
     lines = [
         f"placement: auto found {plan.cluster}",
-        f"  chosen  {chosen.candidate}{ranks if allocation.ranks > 1 else ''}{pinned}",
+        f"  chosen  {chosen.candidate}{several if allocation.ranks > 1 else ''}{pinned}",
         f"  memory  {rank_gib(chosen):.2f} of {allocation.memory / GIB:.2f} GiB a rank, most in "
         f"{chosen.memory.when}: {peak_parts(chosen)}"
         + (f"; rollout with {chosen.rollout_memory}" if chosen.rollout_memory else ""),
@@ -79,6 +80,8 @@ def _roles(plan: PlacementPlan) -> list[str]:
         return []
     best, *others = plan.splits
     samplers, price = best.work.ahead, best.price
+    ranks = best.allocation.ranks
+    gpus, compute = counted(ranks, "GPU"), "computes" if ranks == 1 else "compute"
     decode = "decodes" if samplers and samplers.count == 1 else "decode"
     also = [
         f"{other.allocation.ranks} and {other.work.ahead} {seconds_text(other.price.total)} s"
@@ -88,7 +91,7 @@ def _roles(plan: PlacementPlan) -> list[str]:
         turns = "taking turns on all GPUs (trainer.mode=sync)"
         also.append(f"{turns} {seconds_text(plan.together)} s")
     return [
-        f"  roles   {best.allocation.ranks} GPU(s) compute for {seconds_text(price.trainer)} s, "
+        f"  roles   {gpus} {compute} for {seconds_text(price.trainer)} s, "
         f"while {samplers} {decode} for {seconds_text(price.ahead)} s",
         *([f"          instead of that: {'; '.join(also)}"] if also else []),
     ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
-from engine.errors import ConfigError, EngineError, PlacementError
+from engine.errors import ConfigError, EngineError, PlacementError, counted
 from engine.parallel.layout import AXES, Layout, ModelShape, check_layout, rollout_layout
 from engine.planner import resources
 from engine.planner.cost import Price, price, rollout_seconds
@@ -504,7 +504,7 @@ def _too_large(
         need = need / USABLE + RUNTIME
     return PlacementError(
         f"trainer.placement=auto finds no GPUs for processes that only decode on {cluster}: one "
-        f"needs {need / GIB:.2f} GiB on each of {tp} GPU(s), and {there}, set "
+        f"needs {need / GIB:.2f} GiB on each of {counted(tp, 'GPU')}, and {there}, set "
         "rollout.dtype=bfloat16, give a sampler more GPUs (rollout.engine=vllm with "
         "rollout.vllm.in_process=false), or set trainer.mode=sync, whose rollout is sharded"
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
+from engine.errors import counted
 from engine.parallel.fsdp import THIN
 from engine.parallel.layout import Layout, ModelShape
 
@@ -28,8 +29,7 @@ class Samplers:
         return self.count * self.tp
 
     def __str__(self) -> str:  # e.g. "2 samplers of 4 GPUs"
-        samplers = "1 sampler" if self.count == 1 else f"{self.count} samplers"
-        return f"{samplers} of {self.tp} GPU{'s' if self.tp > 1 else ''}"
+        return f"{counted(self.count, 'sampler')} of {counted(self.tp, 'GPU')}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from engine.data.incremental_data import (
     sample_replay,
 )
 from engine.data.sources import SPLITS, Splits
-from engine.errors import ConfigError, DataError, LineageError, TrackingError, first_line
+from engine.errors import ConfigError, DataError, LineageError, TrackingError, counted, first_line
 from engine.models import vocabulary_and_context
 from engine.runtime.policy_runtime import open_tokenizer
 from engine.stages import plan
@@ -237,8 +237,8 @@ def skip_reason(
 ) -> str:
     """Say why there is too little new data to train on; empty when there is enough."""
     since, later = f"since version {champion.version} became champion", new_files.waiting
-    files = "1 file" if later == 1 else f"{later} files"
-    written = f"{files} written after the kick-off wait{'s' * (later == 1)} for a later one"
+    files, wait = counted(later, "file"), "waits" if later == 1 else "wait"
+    written = f"{files} written after the kick-off {wait} for a later one"
     waiting = f"; {written}" if later else ""
     if not new_files.files:
         return f"nothing new in {new_files.prefix} {since}{waiting}"

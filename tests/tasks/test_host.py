@@ -385,7 +385,7 @@ def test_a_plan_says_which_gpus_decode_while_others_compute(tmp_path: Path) -> N
     lines = list(rl_estimate(config, machines))
     assert lines[0].startswith("placement: auto found 2 machines, 16 × H100 of 80.0 GiB")
     [roles] = [line for line in lines if line.startswith("  roles   ")]
-    ranks = int(roles.split()[1])  # roles   13 GPU(s) compute for
+    ranks = int(roles.split()[1])  # roles   13 GPUs compute for
     assert 0 < ranks < 16
     assert f"estimate  of RL on {ranks} × H100, every row at its longest" in lines
 

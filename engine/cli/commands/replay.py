@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from engine.console import command_line, say
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, counted
 from engine.trainers.step_record import StepRecord, compare, read_record, replay
 
 _OTHER_LAYOUT = 1e-3  # relative: sums over ranks come in another order
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if tolerance is None:
         tolerance = 0.0 if alike else _OTHER_LAYOUT
     where = "as many" if record.ranks > 1 and alike else "one"
-    say(f"step {record.step}, recorded on {record.ranks} rank(s), run again on {where}")
+    say(f"step {record.step}, recorded on {counted(record.ranks, 'rank')}, run again on {where}")
     config = record.config
     rows = config.trainer.train_batch_size * config.rollout.n
     sizes = (config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)

@@ -425,7 +425,7 @@ def test_a_dry_run_says_what_would_be_and_starts_nothing(
     assert re.search(r"actor +16 +8 +4 +16384 tokens", out)
     assert re.search(r"critic +16 +16 +8 +16384 tokens", out)
     assert "placement ray: actor+rollout+reference+critic, reward" in out
-    assert "actor: 2 rank(s), fsdp=2" in out
+    assert "actor: 2 ranks, fsdp=2" in out
     assert "estimate  for 2 × H100" in out
     assert "of 80.0 GiB a rank at most" in out
     assert not (tmp_path / "out").exists()
@@ -558,7 +558,7 @@ def test_two_ranks_by_verls_keys_and_a_step_of_theirs_again_on_one(
     second = checkpoint.parent / "recorded" / "step_2"
     assert replay(["--all", "--on-ranks", str(second)]) == 0
     out = capsys.readouterr().out
-    assert "recorded on 2 rank(s), run again on as many" in out
+    assert "recorded on 2 ranks, run again on as many" in out
     assert "metrics, to the bit" in out
     assert replay([str(second)]) in (0, 1)
     assert "ranks draw mini-batches of their own rows" in capsys.readouterr().out

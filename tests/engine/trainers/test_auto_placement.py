@@ -425,7 +425,7 @@ def test_samplers_get_gpus_of_their_own(
         ("sampler", 1.0),
     ]
     assert found.trainer.rollout_workers == 1
-    assert "roles   1 GPU(s) compute for" in capsys.readouterr().out
+    assert "roles   1 GPU computes for" in capsys.readouterr().out
     check_config(found)
     two = settings(trainer={"mode": mode, "rollout_workers": 2})
     assert resolved(tiny_folder, two, gpus(4, 40)).trainer.rollout_workers == 2
