@@ -76,7 +76,7 @@ def training_ratios(threads: int) -> dict[str, float]:
     theirs = "trl fp32"
     for task, mix, rounds, prompts in (
         ("grpo", "short", 4, 16),
-        ("grpo", "tail", 2, 8),
+        ("grpo", "tail", 4, 8),
         ("sft", "rows", 3, 0),
     ):
         options = ["--contestants", f"ours,{theirs}", "--sizes", "1M"]
