@@ -256,7 +256,7 @@ def _with_last_step(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(run: str, updated: float, metrics: Mapping[str, Any], run_id: str) -> dict[str, Any]:
-    when = f"{datetime.fromtimestamp(updated, UTC):%Y-%m-%d %H:%M}"
+    when = f"{datetime.fromtimestamp(updated, UTC):%Y-%m-%d %H:%M:%S}"
     row = {"run": run, "updated": when, "state": "", "steps": None, "mlflow_run": run_id}
     return row | {key: metrics.get(name) for key, name in LISTED.items()}
 
