@@ -193,7 +193,8 @@ class Progress(AbstractContextManager["Progress"]):
             count += f"/{self.total} ({100 * self.count / self.total:.0f} %)"
         if 0 < self.count < self.total:
             duration = f"{human_time((self.total - self.count) / rate)} left"
-        parts = [count, f"{rate:.3g} {self.unit}/s", duration, self._notes]
+        rate_text = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+        parts = [count, f"{rate_text} {self.unit}/s", duration, self._notes]
         return " · ".join(filter(None, parts))
 
     def close(self) -> None:

@@ -90,6 +90,14 @@ def test_a_pipe_gets_lines_with_rate_and_time_left(monkeypatch: pytest.MonkeyPat
     assert "left" not in lines[-1]
 
 
+def test_a_high_rate_is_a_whole_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 2.0))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    bar = Progress(0, "pairs", unit="completion", stream=io.StringIO())
+    bar.count = 2911
+    assert bar.line() == "pairs: 2911 · 1,456 completion/s · 2.0 s"
+
+
 def test_progress_without_work_prints_nothing() -> None:
     out = io.StringIO()
     with Progress(0, "rows", stream=out):
