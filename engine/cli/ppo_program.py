@@ -41,6 +41,13 @@ class LeftOut:
     control_tokens: int = 0  # rows that spell control tokens, left out or not
     bad: list[str] = field(default_factory=list)  # what bad rows were left out, a sentence a file
 
+    def sentences(self, control_tokens: str) -> Iterator[str]:
+        """Say what was left out, but not of long prompts; `control_tokens`: data's setting."""
+        if self.control_tokens:
+            done = "left out" if control_tokens == "drop" else "kept as plain text"
+            yield f"{self.control_tokens} rows spell control tokens of the model; {done}"
+        yield from self.bad
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
@@ -192,10 +199,7 @@ def _train(
     log: rl_run.RunLog,
 ) -> Path:
     started, left_out = time.monotonic(), prompts.left_out
-    if left_out.control_tokens:
-        done = "left out" if config.data.control_tokens == "drop" else "kept as plain text"
-        say(f"rl: {left_out.control_tokens} rows spell control tokens of the model; {done}")
-    for sentence in left_out.bad:
+    for sentence in left_out.sentences(config.data.control_tokens):
         say(f"rl: {sentence}")
     long = f" ({left_out.long} too long, left out)" if left_out.long else ""
     headline = rl_run.headline(config.rl, prompts.loader.batch_size)
@@ -290,6 +294,10 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         f"{len(prompts.loader)} prompts, {len(prompts.validation)} for validation, longest "
         f"{prompts.longest} tokens; output in {config.run.folder()}"
     )
+    for sentence in prompts.left_out.sentences(config.data.control_tokens):
+        yield f"rows      {sentence}"
+    if prompts.left_out.long:
+        yield f"rows      {prompts.left_out.long} prompts are too long and left out"
     if warning := models.high_learning_rate(model, rl.actor.optim, lora):
         yield f"warning   actor.{warning}"
     yield from _layout_lines(rl)

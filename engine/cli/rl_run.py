@@ -39,6 +39,7 @@ _MLFLOW_RUN = "mlflow_run"  # file with the id of the run, beside the checkpoint
 _FACTS = (
     ("reward", "reward/mean", "{:.3f}"),
     ("KL", "actor/kl", "{:.4f}"),
+    ("KL in reward", "reward/kl", "{:.4f}"),
     ("entropy", "actor/entropy", "{:.3f}"),
     ("accuracy", "actor/rewards/accuracies", "{:.3f}"),
     ("length", "response/length_mean", "{:.1f}"),

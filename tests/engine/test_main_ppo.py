@@ -164,6 +164,8 @@ def test_unseen_data_of_two_columns_trains_with_one_command_line(
         "trainer.placement=local",
         "trainer.threads=1",
     ]
+    assert main([*command, "--dry-run"]) == 0
+    assert "sums.csv: 1 of 9 rows are bad and left out (row 9)" in capsys.readouterr().out
     assert main(command) == 0
     out = capsys.readouterr().out
     assert "sums.csv: 1 of 9 rows are bad and left out (row 9)" in out

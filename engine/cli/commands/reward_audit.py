@@ -67,7 +67,10 @@ def _audit(options: Namespace) -> int:
         from engine.data.row_files import read_file_rows
 
         data = section_of_arguments(RowsConfig, "data.", options.settings, {})
-        rows = read_file_rows(options.data, data).rows
+        read = read_file_rows(options.data, data)
+        rows = read.rows
+        for note in read.notes:
+            say(note, error=options.json)
     elif options.settings:
         raise ConfigError(f"{options.settings[0]} is a setting of rows; name their file by --data")
     plugins = tuple(options.plugin)

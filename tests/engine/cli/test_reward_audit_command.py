@@ -44,12 +44,15 @@ def test_a_file_of_verls_kind_is_audited_on_rows_of_a_file(
     assert "hole: buried truth (credit on 4 of 4 rows" in err
 
 
-def test_columns_of_the_file_are_named_as_in_a_run(file: Path, tmp_path: Path) -> None:
+def test_columns_of_the_file_are_named_as_in_a_run(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "problems.csv"
     data.write_text("question,answer\n" + "".join(f"{n}+{n}=,{2 * n}\n" for n in range(9)) + ",4\n")
     columns = ["columns.prompt=question", "data.columns.ground_truth=answer"]
     command = [str(file), "--data", str(data), *columns]
     assert main([*command, "bad_rows=drop"]) == 0
+    assert "1 of 10 rows are bad and left out (row 10)" in capsys.readouterr().out
     assert main(command) == 2
 
 
