@@ -36,6 +36,7 @@ def _list(options: argparse.Namespace) -> None:
     elif runs:
         shown = [{k: "" if v is None else v for k, v in run.items()} for run in runs]
         for run in shown:
+            run["updated"] = run["updated"].partition(".")[0]
             run["mlflow_run"] = run["mlflow_run"][:8]
             run["gain"] = f"{100 * run['gain']:+.1f} points" if run["gain"] != "" else ""
         table("runs, newest first (times in UTC)", shown)

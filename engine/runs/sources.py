@@ -79,7 +79,7 @@ def read_run(reference: str, uri: str = "") -> RecordedRun:
         return _of_artifact(place)
     if re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", reference):  # a workflow that has no summary here
         tracker = open_registry(uri)
-        for tracked in _mlflow_runs(tracker):
+        for tracked, _ in _mlflow_runs(tracker):
             if tracked.data.tags.get(RUN_TAG) == reference:
                 return _of_mlflow(tracked.info.run_id, tracker)
     return _of_folder(place)
@@ -211,23 +211,33 @@ def list_runs(uri: str = "", last: int = 20) -> list[dict[str, Any]]:
     tracker: Tracker | None = None
     with suppress(*[] if uri else [TrackingError]):  # nothing was tracked on this machine
         tracker = open_registry(uri)
-    for run in islice(_mlflow_runs(tracker), last) if tracker is not None else ():
+    for run, trained in islice(_mlflow_runs(tracker), last) if tracker is not None else ():
         run_id, updated = run.info.run_id, (run.info.end_time or run.info.start_time) / 1000
         row = _row(run.data.tags.get(RUN_TAG, run_id), updated, {}, run_id)
         row = rows.setdefault(run_id, row)
-        row |= {k: run.data.metrics.get(name, row[k]) for k, name in LISTED.items()}
+        metrics = (trained.data.metrics if trained else {}) | run.data.metrics
+        row |= {k: metrics.get(name, row[k]) for k, name in LISTED.items()}
         row["state"] = run.info.status.lower()
+        if tracker is not None and trained is not None and row["steps"] is None:
+            points = tracker.client.get_metric_history(trained.info.run_id, LISTED["reward"])
+            row["steps"] = max((point.step for point in points), default=None)
     newest = sorted(rows.values(), key=lambda row: row["updated"], reverse=True)[:last]
     return [_with_last_step(row) for row in newest]
 
 
-def _mlflow_runs(tracker: Tracker) -> Iterator[Run]:
-    """Yield the pipelines and command lines' runs of all experiments, newest first."""
+def _mlflow_runs(tracker: Tracker) -> Iterator[tuple[Run, Run | None]]:
+    """Yield the runs of pipelines, with their RL, and of command lines; newest first."""
+    trained: dict[str, Run] = {}
     client, newest = tracker.client, ["attributes.start_time DESC"]
     with tracker.translated("list the runs"):
         where = [experiment.experiment_id for experiment in client.search_experiments()]
         runs = all_pages(lambda t: client.search_runs(where, order_by=newest, page_token=t))
-        yield from (run for run in runs if PARENT_TAG not in run.data.tags)
+        for run in runs:
+            tags = run.data.tags
+            if PARENT_TAG not in tags:
+                yield run, trained.get(run.info.run_id)
+            elif tags.get(STAGE_TAG) == "rl":  # started after its pipeline
+                trained.setdefault(tags[PARENT_TAG], run)
 
 
 def _folders() -> Iterator[dict[str, Any]]:
@@ -256,7 +266,7 @@ def _with_last_step(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _row(run: str, updated: float, metrics: Mapping[str, Any], run_id: str) -> dict[str, Any]:
-    when = f"{datetime.fromtimestamp(updated, UTC):%Y-%m-%d %H:%M:%S}"
+    when = f"{datetime.fromtimestamp(updated, UTC):%Y-%m-%d %H:%M:%S.%f}"
     row = {"run": run, "updated": when, "state": "", "steps": None, "mlflow_run": run_id}
     return row | {key: metrics.get(name) for key, name in LISTED.items()}
 

@@ -149,7 +149,7 @@ def test_checkpoints_of_a_workflow_s_stage_are_no_run_of_their_own(
 
 def test_both_are_listed_once(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = {row["run"]: row for row in list_runs()}
-    assert list(rows) == ["p/fast", "p/slow"], "the newest first, also within a minute"
+    assert list(rows) == ["p/fast", "p/slow"], "the newest first, also within a second"
     fast = rows["p/fast"]
     assert (fast["state"], fast["steps"], fast["mlflow_run"]) == (
         "finished", 2, mlflow_id(home, "fast"),
@@ -202,6 +202,7 @@ def test_a_pipeline_of_mlflow_is_one_run_with_the_metrics_of_its_training(
     assert (run.name, run.test) == ("rlhf-1", "")
     (row,) = list_runs(uri)
     assert (row["run"], row["state"], row["gain"]) == (run_id, "finished", 0.25)
+    assert (row["steps"], row["reward"]) == (4, 0.5), "of RL, of which a killed run has no other"
     assert read_run(run_id, uri).metrics == run.metrics, "by the name that the list has"
     with pytest.raises(DataError, match="20261129-033126-0000 is no run"):
         read_run("20261129-033126-0000", uri)
