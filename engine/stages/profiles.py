@@ -176,7 +176,10 @@ def read_profile(text: str) -> Profile:
 
 
 def _this_machine() -> Profile:
-    """Return one worker with all cores, memory and GPUs of this machine; not in a pod."""
+    """Return one worker with all cores, memory and GPUs of this machine; not in a pod.
+
+    A single GPU is none of a worker: the process that starts the run computes on it.
+    """
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         raise ConfigError(
             f"profile={THIS_MACHINE} is for runs on one machine, and this is a pod; name the "
@@ -188,14 +191,15 @@ def _this_machine() -> Profile:
     from engine.trainers.auto_placement import local_gpu
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    several = (gpus := torch.cuda.device_count()) > 1
     return LAPTOP.replaced(
         {
             "name": THIS_MACHINE,
             "cpus": os.cpu_count() or 1,
             "memory_gib": max(LAPTOP.memory_gib, memory // GIB),
             "replicas": Replicas(),
-            "gpus": torch.cuda.device_count(),
-            "accelerator": local_gpu().removesuffix("GPU"),  # empty: not known
+            "gpus": gpus if several else 0,
+            "accelerator": local_gpu().removesuffix("GPU") if several else "",  # empty: not known
         }
     )
 

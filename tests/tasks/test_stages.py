@@ -427,9 +427,11 @@ def test_this_machine_is_a_profile_with_all_its_gpus(
     assert read_profile("this-machine").gpus == 0
     properties = SimpleNamespace(total_memory=79 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: product)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert apply_profile(settings(), read_profile("this-machine")) == settings(), "needs no Ray"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     machine = read_profile("this-machine")
     assert (machine.gpus, machine.accelerator, machine.world) == (8, kind, 8)
     assert machine.cpus == os.cpu_count()
