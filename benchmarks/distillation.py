@@ -50,7 +50,7 @@ def main() -> None:
     quiet()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    print(machine(args.threads).partition("; TRL")[0], flush=True)
+    print(machine(args.threads), flush=True)
     splits = load_splits(DEFAULTS.data, args.data_seed)
     teacher = Path(args.teacher)
     wanted = right(teacher, teacher, splits.test)

@@ -37,7 +37,7 @@ def main() -> None:
     quiet()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    print(machine(args.threads).partition("; TRL")[0], flush=True)
+    print(machine(args.threads), flush=True)
     trainer = {"total_training_steps": args.steps, "threads": args.threads}
     config = RLConfig.model_validate(merged(DEFAULTS.rl.model_dump(), {"trainer": trainer}))
     for seed in args.seeds:

@@ -89,7 +89,7 @@ def main() -> None:
     quiet()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    print(machine(args.threads).partition("; TRL")[0], flush=True)
+    print(machine(args.threads), flush=True)
     settings = {name: nested(getattr(args, name)) for name in SECTIONS}
     runs = dict(zip(TASKS, (reward, dpo, kto, ppo), strict=True))
     tasks, classic = tuple(args.tasks), load_config(CLASSIC)

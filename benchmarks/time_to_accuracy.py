@@ -28,7 +28,7 @@ import torch
 from case_folder import Case, write_case
 from pass_at_1 import DEFAULTS, LONGEST, right, solutions
 from transformers.utils import logging as transformers_logging
-from trl_environment import CACHE, trl_python
+from trl_environment import CACHE, TRL, trl_python
 from turns import Contestant
 from vs_trl import THEIRS, contestant, machine
 
@@ -58,7 +58,7 @@ def main() -> None:
     quiet()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    print(machine(args.threads), flush=True)
+    print(f"{machine(args.threads)}; TRL {TRL}", flush=True)
     results: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for seed in args.seeds:
         splits = load_splits(DEFAULTS.data, seed)
@@ -67,7 +67,11 @@ def main() -> None:
         results[seed] = {name: curve.points or [] for name, curve in curves.items()}
         report(args, seed, curves)
         if args.json:
-            content = {"machine": machine(args.threads), "goal": args.goal, "curves": results}
+            content = {
+                "machine": f"{machine(args.threads)}; TRL {TRL}",
+                "goal": args.goal,
+                "curves": results,
+            }
             Path(args.json).write_text(json.dumps(content, indent=1))
     summary(args, results)
 

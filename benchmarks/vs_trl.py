@@ -64,7 +64,7 @@ def main() -> None:
     names = args.contestants
     trl = trl_python() if any(name in THEIRS for name in names) else None
     results = []
-    print(machine(args.threads), flush=True)
+    print(f"{machine(args.threads)}; TRL {TRL}", flush=True)
     for task in args.tasks:
         if task in ("dpo", "reward") and trl is not None:
             compare_losses(args, task, trl)
@@ -259,7 +259,7 @@ def summary(results: list[dict[str, Any]]) -> None:
 def machine(threads: int) -> str:
     """The machine, as far as it matters for speed."""
     name = cpu_info().get("model name", platform.processor())
-    return f"{name}, {threads} threads, {matrix_unit() or 'no bf16 unit'}; TRL {TRL}"
+    return f"{name}, {threads} threads, {matrix_unit() or 'no bf16 unit'}"
 
 
 def matrix_unit() -> str:
@@ -278,7 +278,9 @@ def cpu_info() -> dict[str, str]:
 
 def save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     with open(args.json, "w", encoding="utf-8") as file:
-        json.dump({"machine": machine(args.threads), "results": results}, file, indent=1)
+        json.dump(
+            {"machine": f"{machine(args.threads)}; TRL {TRL}", "results": results}, file, indent=1
+        )
 
 
 if __name__ == "__main__":
