@@ -79,7 +79,7 @@ def hub_commit(dataset: HubDataset) -> str:
         raise DataError(
             f"the Hugging Face hub gives no dataset {dataset.id!r}"
             f"{f' at {dataset.revision!r}' if dataset.revision else ''} ({type(error).__name__}); "
-            "check name, revision and network, or give a folder of its files as data.path; "
+            "check name, revision and network, or give a folder of its files as the path; "
             "a commit that is in the local cache (hf://ID@COMMIT) needs no network"
         ) from error
     return str(info.sha)

@@ -20,7 +20,7 @@ from engine.data.contract import uniform_columns
 from engine.data.messages import row_tools
 from engine.data.row_files import MappedRows, RowMapper, address_digest, split_addresses
 from engine.data.rows import EXTRA, RULE, TRUTH, normalise, prompt_text
-from engine.errors import ConfigError, DataError
+from engine.errors import ConfigError, DataError, counted
 from engine.registry import Registry, import_plugins
 from engine.storage.digests import modules_digest
 from engine.storage.json_rows import Row
@@ -183,9 +183,10 @@ class Files:
         share = pool.distinct // LARGEST_SHARE
         for name in missing:
             if not share:
+                few = counted(pool.distinct, "distinct training row")
                 raise DataError(
-                    f"{config.path}: {pool.distinct} distinct training rows are too few to take a "
-                    f"{name} split from; give at least {LARGEST_SHARE}, or a {name} file"
+                    f"{config.path}: {few} can't give a {name} split; give at least "
+                    f"{LARGEST_SHARE}, or a {name} file"
                 )
             count = min(sizes[name], share)
             rows[name], train = train[:count], train[count:]

@@ -165,7 +165,7 @@ def test_files_without_good_rows(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no row of .*empty\.csv is left"):
         load_splits(DataConfig(source="files", path=str(empty), bad_rows="drop"), 0)
     few = write_csv(tmp_path / "few.csv", range(4))
-    with pytest.raises(DataError, match=r"4 distinct training rows are too few to take a test"):
+    with pytest.raises(DataError, match=r"4 distinct training rows can't give a test"):
         load_splits(config(few), 0)
     with pytest.raises(DataError, match=r"data\.path is empty"):
         load_splits(config(""), 0)
