@@ -199,6 +199,7 @@ def medians(case: Case, turns: list[dict[str, Any]]) -> Figures:
             if "before_update_s" in turn
             else turn.get("actor.update_s", turn["seconds"])
         )
+        turn["rest_s"] = turn["seconds"] - turn.get("rollout_s", 0.0) - turn["update_s"]
 
     def median(name: str) -> float:
         return statistics.median(turn.get(name, 0.0) for turn in turns) / case.steps
@@ -212,6 +213,7 @@ def medians(case: Case, turns: list[dict[str, Any]]) -> Figures:
         "fastest": min(turn["seconds"] for turn in turns) / case.steps,
         "rollout_s": median("rollout_s"),
         "update_s": median("update_s"),
+        "rest_s": median("rest_s"),
         "rows/s": rows / seconds,
         "tokens/s": tokens / total,
         "length": tokens / len(turns) / case.steps / rows,
@@ -232,11 +234,10 @@ def report(case: Case, measured: dict[str, list[dict[str, Any]]]) -> None:
         f"{'rows/s':>9}{'tokens/s':>10}{'length':>8}{'CPU s':>8}{'peak MB':>9}{'× TRL':>7}"
     )
     for name, f in figures.items():
-        rest = f["s/step"] - f["rollout_s"] - f["update_s"]
         ratio = f"{best / f['s/step']:.2f}" if best and name not in THEIRS else ""
         print(
             f"{name:<12}{f['s/step']:>9.3f}{f['fastest']:>9.3f}{f['rollout_s']:>9.3f}"
-            f"{f['update_s']:>9.3f}{rest:>8.3f}{f['rows/s']:>9.1f}{f['tokens/s']:>10.0f}"
+            f"{f['update_s']:>9.3f}{f['rest_s']:>8.3f}{f['rows/s']:>9.1f}{f['tokens/s']:>10.0f}"
             f"{f['length']:>8.1f}{f['cpu_s']:>8.2f}{f['peak_mb']:>9.0f}{ratio:>7}",
             flush=True,
         )
