@@ -74,9 +74,11 @@ class LocalHost:
     def end_close(self, closing: futures.Future[None]) -> None:
         """Wait for the thread, or leave it behind; raise what closing the roles has raised."""
         if not closing.done():
-            log.warning("%s: closed during a call; its thread ends with it", self.host.name)
+            status = _status_after(sys.exc_info()[1])
+            level = logging.INFO if status in (INTERRUPTED, TERMINATED) else logging.WARNING
+            log.log(level, "%s: closed during a call; its thread ends with it", self.host.name)
             self._refuses = True
-            _left_behind[self._thread] = _status_after(sys.exc_info()[1])
+            _left_behind[self._thread] = status
             return
         closing.result()
         self._thread.join()
