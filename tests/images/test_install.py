@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = """#!/bin/bash
 case "$*" in
     "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    *" -r /dev/stdin") echo "$@" >>"$INSTALLED"; cat >/dev/null ;;
     *" pip "*) echo "$@" >>"$INSTALLED" ;;
     *) true ;;
 esac

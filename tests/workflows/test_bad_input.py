@@ -239,7 +239,7 @@ def test_wrong_inputs_of_the_other_workflows(
         (
             ("--source", "files", "--path", "few.csv"),
             {"data": {"columns": {"prompt": "question", "ground_truth": "answer"}}},
-            "2 distinct training rows are too few",
+            "2 distinct training rows can't give a test split",
         ),
     ],
 )
