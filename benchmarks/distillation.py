@@ -18,12 +18,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from our_side import merged, nested
+from our_side import nested
 from pass_at_1 import DEFAULTS, Clock, gain, rate, reinforce, right, solutions
 from transformers.utils import logging as transformers_logging
 from vs_trl import machine
 
 from engine.config import ModelConfig, RLConfig, SFTConfig
+from engine.config.text import deep_update
 from engine.console import command_line, quiet
 from engine.data.sources import Splits, load_splits
 from engine.data.tokenizer import load_tokenizer
@@ -102,7 +103,7 @@ def warm_start(
     if args.layers:
         model = keep_layers(load_model(teacher), args.layers)
     else:
-        student = ModelConfig.model_validate(merged(MODEL, nested(args.model)))
+        student = ModelConfig.model_validate(deep_update(MODEL, nested(args.model)))
         model = build_model(student, tokenizer, seed)
     if not args.epochs:
         return save_model(model, tokenizer, folder)
@@ -118,9 +119,9 @@ def distil(
     args: argparse.Namespace, seed: int, splits: Splits, teacher: Path, start: Path, out: Path
 ) -> None:
     """Move the student towards the teacher on what it samples; write it to `out`."""
-    values = merged(DEFAULTS.rl.model_dump(), {"trainer": {"threads": args.threads}})
-    values = merged(merged(values, RL), {"algorithm": {"teacher": str(teacher)}})
-    config = RLConfig.model_validate(merged(values, nested(args.rl)))
+    values = deep_update(DEFAULTS.rl.model_dump(), {"trainer": {"threads": args.threads}})
+    values = deep_update(deep_update(values, RL), {"algorithm": {"teacher": str(teacher)}})
+    config = RLConfig.model_validate(deep_update(values, nested(args.rl)))
 
     def finished(step: int, total: int, metrics: dict[str, float]) -> None:
         if step % 10 == 0:

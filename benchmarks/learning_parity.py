@@ -18,13 +18,13 @@ from statistics import mean
 
 import numpy as np
 import torch
-from our_side import merged
 from pass_at_1 import DEFAULTS, Clock, gain, rate, reinforce, right
 from time_to_accuracy import fine_tune, numbers
 from transformers.utils import logging as transformers_logging
 from vs_trl import machine
 
 from engine.config import RLConfig
+from engine.config.text import deep_update
 from engine.console import command_line, quiet
 from engine.data.sources import load_splits
 
@@ -39,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     print(machine(args.threads), flush=True)
     trainer = {"total_training_steps": args.steps, "threads": args.threads}
-    config = RLConfig.model_validate(merged(DEFAULTS.rl.model_dump(), {"trainer": trainer}))
+    config = RLConfig.model_validate(deep_update(DEFAULTS.rl.model_dump(), {"trainer": trainer}))
     for seed in args.seeds:
         splits = load_splits(DEFAULTS.data, seed)
         learned: dict[str, np.ndarray] = {}

@@ -25,6 +25,7 @@ from engine.config import (
     RLConfig,
     SFTConfig,
 )
+from engine.config.text import deep_update
 from engine.console import command_line, quiet
 from engine.data.templates import encode_prompts, encode_response
 from engine.data.tokenizer import load_tokenizer
@@ -66,15 +67,6 @@ def nested(items: Sequence[str]) -> dict[str, Any]:
     return settings
 
 
-def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`over` on top of `base`, section by section."""
-    result = dict(base)
-    for name, value in over.items():
-        inner = isinstance(value, dict) and isinstance(base.get(name), dict)
-        result[name] = merged(base[name], value) if inner else value
-    return result
-
-
 def speed_settings(case: Case) -> dict[str, Any]:
     """What makes a step comparable: TRL's computation, weights that hardly change."""
     micro_batch = case.micro_batch * (case.max_prompt + case.max_new_tokens)
@@ -111,8 +103,8 @@ def run_rl(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtype
     own = case.task == "accuracy"
     trainer_settings = {"total_training_steps": case.steps * case.turns, "threads": case.threads}
     base = AS_TRL if own else speed_settings(case)
-    base = merged(base, {"trainer": trainer_settings})
-    config = RLConfig.model_validate(merged(base, settings))
+    base = deep_update(base, {"trainer": trainer_settings})
+    config = RLConfig.model_validate(deep_update(base, settings))
     frame = pd.DataFrame(
         [
             rl_row("bench", row["prompt"][0]["content"], row.get("ground_truth", "0"), {})
@@ -175,7 +167,7 @@ def run_sft(folder: Path, case: Case, rows: Rows, settings: dict[str, Any], dtyp
             turn.done({"tokens": mean * case.prompts * case.steps})
             turn.wait()
 
-    config = SFTConfig.model_validate(merged(offline_settings(case), settings))
+    config = SFTConfig.model_validate(deep_update(offline_settings(case), settings))
     trainer = SFTTrainer(
         load_model(model, dtype), tokenizer.pad_token_id or 0, config, seed=0, on_step=finished
     )
@@ -192,7 +184,7 @@ def run_pairs(folder: Path, case: Case, settings: dict[str, Any], dtype: str) ->
     model, pairs = folder / "model", str(folder / "rows.jsonl")
     tokenizer = load_tokenizer(model)
     start, pad = StartModel(str(model), dtype), tokenizer.pad_token_id or 0
-    values = merged(offline_settings(case), settings)
+    values = deep_update(offline_settings(case), settings)
     turn, section = Turn(), "preference" if case.task == "dpo" else "reward_model"
     read = read_preferences if case.task == "dpo" else read_reward_pairs
     examples: list[Any] = list(read(pairs, tokenizer))

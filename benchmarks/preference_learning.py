@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from our_side import merged, nested
+from our_side import nested
 from pass_at_1 import DEFAULTS, LONGEST, Clock, gain, load, rate, reinforce, right
 from time_to_accuracy import warm_start
 from transformers.utils import logging as transformers_logging
@@ -46,6 +46,7 @@ from engine.config import (
     load_config,
 )
 from engine.config.base import Section
+from engine.config.text import deep_update
 from engine.console import command_line, quiet
 from engine.data.preference_rows import Kind
 from engine.data.sources import Splits, load_splits
@@ -159,7 +160,7 @@ def write_rows(bench: Bench) -> None:
 
 def offline(bench: Bench, task: str, base: Section) -> dict[str, Any]:
     """The settings of `base` with those of the command line."""
-    return merged(base.model_dump() | {"threads": bench.threads}, bench.settings[task])
+    return deep_update(base.model_dump() | {"threads": bench.threads}, bench.settings[task])
 
 
 def reward(bench: Bench) -> None:
@@ -232,8 +233,8 @@ def prefer(bench: Bench, task: str, base: PreferenceTrainingConfig) -> None:
 def ppo(bench: Bench) -> None:
     """PPO as in classic RLHF, with the reward model in the rule's place."""
     begin = Clock.start()
-    values = merged(bench.classic.rl.model_dump(), {"trainer": {"threads": bench.threads}})
-    asked = RLConfig.model_validate(merged(values, bench.settings["ppo"]))
+    values = deep_update(bench.classic.rl.model_dump(), {"trainer": {"threads": bench.threads}})
+    asked = RLConfig.model_validate(deep_update(values, bench.settings["ppo"]))
     config = by_reward_model(asked, str(bench.folder / "reward"))
 
     def finished(step: int, total: int, metrics: dict[str, float]) -> None:

@@ -28,9 +28,9 @@ import torch
 from case_folder import Case, write_case
 from pass_at_1 import DEFAULTS, LONGEST, right, solutions
 from transformers.utils import logging as transformers_logging
-from trl_environment import CACHE, TRL, trl_python
+from trl_environment import CACHE, trl_python
 from turns import Contestant
-from vs_trl import THEIRS, contestant, machine
+from vs_trl import THEIRS, contestant, machine_and_trl
 
 from engine.console import command_line, quiet
 from engine.data.sources import Splits, load_splits
@@ -58,7 +58,7 @@ def main() -> None:
     quiet()
     transformers_logging.disable_progress_bar()
     torch.set_num_threads(args.threads)
-    print(f"{machine(args.threads)}; TRL {TRL}", flush=True)
+    print(machine_and_trl(args.threads), flush=True)
     results: dict[int, dict[str, list[tuple[float, float]]]] = {}
     for seed in args.seeds:
         splits = load_splits(DEFAULTS.data, seed)
@@ -67,11 +67,8 @@ def main() -> None:
         results[seed] = {name: curve.points or [] for name, curve in curves.items()}
         report(args, seed, curves)
         if args.json:
-            content = {
-                "machine": f"{machine(args.threads)}; TRL {TRL}",
-                "goal": args.goal,
-                "curves": results,
-            }
+            machine = machine_and_trl(args.threads)
+            content = {"machine": machine, "goal": args.goal, "curves": results}
             Path(args.json).write_text(json.dumps(content, indent=1))
     summary(args, results)
 

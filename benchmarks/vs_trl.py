@@ -64,7 +64,7 @@ def main() -> None:
     names = args.contestants
     trl = trl_python() if any(name in THEIRS for name in names) else None
     results = []
-    print(f"{machine(args.threads)}; TRL {TRL}", flush=True)
+    print(machine_and_trl(args.threads), flush=True)
     for task in args.tasks:
         if task in ("dpo", "reward") and trl is not None:
             compare_losses(args, task, trl)
@@ -263,6 +263,10 @@ def machine(threads: int) -> str:
     return f"{name}, {threads} threads, {matrix_unit() or 'no bf16 unit'}"
 
 
+def machine_and_trl(threads: int) -> str:
+    return f"{machine(threads)}; TRL {TRL}"
+
+
 def matrix_unit() -> str:
     """The CPU's best instructions for bfloat16 products: amx_bf16, avx512_bf16 or none ("")."""
     flags = cpu_info().get("flags", "").split()
@@ -279,9 +283,7 @@ def cpu_info() -> dict[str, str]:
 
 def save(args: argparse.Namespace, results: list[dict[str, Any]]) -> None:
     with open(args.json, "w", encoding="utf-8") as file:
-        json.dump(
-            {"machine": f"{machine(args.threads)}; TRL {TRL}", "results": results}, file, indent=1
-        )
+        json.dump({"machine": machine_and_trl(args.threads), "results": results}, file, indent=1)
 
 
 if __name__ == "__main__":

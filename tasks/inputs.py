@@ -25,7 +25,7 @@ class RLHFConfig(PipelineConfig):
         try:
             return super().model_validate_json(*arguments, **options)
         except ValidationError as error:
-            raise click.UsageError(f"config: {explain(error)}") from None
+            raise click.UsageError(f"config: {explain(error, cls)}") from None
 
 
 class ConfigParam(click_types.JsonParamType):

@@ -351,7 +351,7 @@ def resolve_pairs(form: Form[C], pairs: Pairs, *, defaults_of_verl: bool = False
     try:
         resolved.config, notices = form.complete(form.config.model_validate(resolved.nested()))
     except ValidationError as error:
-        raise ConfigError(resolved.with_typed_keys(explain(error))) from None
+        raise ConfigError(resolved.with_typed_keys(explain(error, form.config))) from None
     except ConfigError as error:
         raise error.with_message(resolved.with_typed_keys(str(error))) from None
     resolved.notices += map(resolved.with_typed_keys, notices)

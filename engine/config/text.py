@@ -75,14 +75,14 @@ def read_settings(text: str) -> Any:
         values = json.loads(json.dumps(values, default=str))
     if isinstance(values, dict) and "preset" in values:
         preset = read_settings(f"{PRESET}{values.pop('preset')}")
-        return _deep_update(preset, values)
+        return deep_update(preset, values)
     return values
 
 
-def _deep_update(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def deep_update(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return `values` with `changes` on top, section by section."""
     return values | {
-        key: _deep_update(values[key], change)
+        key: deep_update(values[key], change)
         if isinstance(change, dict) and isinstance(values.get(key), dict)
         else change
         for key, change in changes.items()
@@ -104,7 +104,7 @@ def read_yaml(file: Path, name: str) -> dict[str, object]:
     return values or {}
 
 
-def explain(error: ValidationError, model: type[BaseModel] = PipelineConfig) -> str:
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
     """Turn pydantic's report on a `model` into sentences with field, value and way out."""
     lines = []
     for item in error.errors():
