@@ -297,7 +297,7 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     for sentence in prompts.left_out.sentences(config.data.control_tokens):
         yield f"rows      {sentence}"
     if prompts.left_out.long:
-        yield f"rows      {prompts.left_out.long} prompts are too long and left out"
+        yield f"rows      left out: {counted(prompts.left_out.long, 'prompt')} too long"
     if warning := models.high_learning_rate(model, rl.actor.optim, lora):
         yield f"warning   actor.{warning}"
     yield from _layout_lines(rl)

@@ -31,7 +31,7 @@ from typing import Any, Literal, ParamSpec, Self, TypeAlias, TypeVar
 
 import numpy as np
 
-from engine.errors import ConfigError, RewardError, WorkerError
+from engine.errors import ConfigError, RewardError, WorkerError, counted
 from engine.rewards import reward_function
 from engine.worker_process import ProcessEnded, TooLate, WorkerProcess, on_daemon_thread
 
@@ -257,13 +257,10 @@ def late(
     name: str, size: int, timeout_s: float, setting: str = "reward.timeout_s"
 ) -> reward_function.RewardFailure:
     """The failure of a call on `size` completions that gave no answer by its deadline."""
-    within = f"for {counted(size)} within {timeout_s:g} s; make it faster, or raise {setting}"
-    return reward_function.RewardFailure("deadline", f"reward {name!r} gave no answer {within}")
-
-
-def counted(size: int) -> str:
-    """The number of completions in words."""
-    return f"{size} completions" if size > 1 else "a completion"
+    silent = f"reward {name!r} gave no answer for {counted(size, 'completion')}"
+    way_out = f"make it faster, or raise {setting}"
+    text = f"{silent} within {timeout_s:g} s; {way_out}"
+    return reward_function.RewardFailure("deadline", text)
 
 
 def text_of(error: BaseException) -> str:
@@ -546,7 +543,7 @@ class RewardProcess(RewardScorer):
                     lost = reward_function.RewardFailure(
                         "crashed",
                         f"the process of reward {self.name!r} {message.how} while it scored "
-                        f"{counted(max(map(len, rows.values())))}",
+                        f"{counted(max(map(len, rows.values())), 'completion')}",
                     )
                     lost.__cause__ = RuntimeError(message.stderr) if message.stderr else None
                     return lost

@@ -144,7 +144,7 @@ def test_only_what_ends_the_process_has_no_score(opened: Open) -> None:
         "raise": "raised",
         "kill": "crashed",
     }
-    assert "ended with exit status 3 while it scored a completion" in str(scores.failures[1])
+    assert "ended with exit status 3 while it scored 1 completion" in str(scores.failures[1])
     assert "was ended by SIGSEGV" in str(scores.failures[3])
     assert "no judge" in str(scores.failures[4].__cause__), "the traceback"
     with pytest.raises(RewardError, match="ended with exit status 3 while it scored 2 completions"):
@@ -323,7 +323,7 @@ def test_each_completion_has_its_own_deadline(pool: RewardPool) -> None:
         1: "deadline",
         3: "deadline",
     }
-    assert "'regular_expression' gave no answer for a completion within 0.3 s" in str(
+    assert "'regular_expression' gave no answer for 1 completion within 0.3 s" in str(
         scores.failures[1]
     )
 

@@ -287,7 +287,7 @@ def applies_to_nothing(prompts: Any, completions: Sequence[str], **columns: Any)
     ("function", "reason"),
     [
         ("raises", "raised 224 (reward 'raises' raised ValueError: no judge today)"),
-        ("hangs", "deadline 32 (reward 'hangs' gave no answer for a completion within 0.1 s"),
+        ("hangs", "deadline 32 (reward 'hangs' gave no answer for 1 completion within 0.1 s"),
         ("is_nan", "not_finite 224 (reward 'is_nan' returned nan for completion 0"),
         ("applies_to_nothing", "not_applicable 224 (reward 'applies_to_nothing' returned None"),
     ],
