@@ -219,7 +219,8 @@ def list_runs(uri: str = "", last: int = 20) -> list[dict[str, Any]]:
         row |= {k: metrics.get(name, row[k]) for k, name in LISTED.items()}
         row["state"] = run.info.status.lower()
         if tracker is not None and trained is not None and row["steps"] is None:
-            points = tracker.client.get_metric_history(trained.info.run_id, LISTED["reward"])
+            with tracker.translated("read a run"):
+                points = tracker.client.get_metric_history(trained.info.run_id, LISTED["reward"])
             row["steps"] = max((point.step for point in points), default=None)
     newest = sorted(rows.values(), key=lambda row: row["updated"], reverse=True)[:last]
     return [_with_last_step(row) for row in newest]
