@@ -145,6 +145,7 @@ _SHIPPED = yaml.safe_load(Path(__file__).with_name("profiles.yaml").read_text())
 PROFILES = {name: Profile(name=name, **fields) for name, fields in _SHIPPED.items()}
 LAPTOP = PROFILES["laptop"]
 THIS_MACHINE = "this-machine"
+DRIVER_GPUS = Path("/proc/driver/nvidia/gpus")  # an entry a GPU, read without importing torch
 
 
 def read_profile(text: str) -> Profile:
@@ -176,9 +177,9 @@ def read_profile(text: str) -> Profile:
 
 
 def _this_machine() -> Profile:
-    """Return one worker with all cores, memory and GPUs of this machine; not in a pod.
+    """Return one worker with all cores, memory and GPUs of this machine; ConfigError in a pod.
 
-    A single GPU is none of a worker: the process that starts the run computes on it.
+    Without a second GPU the worker has none: the process that starts the run uses a single one.
     """
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         raise ConfigError(
@@ -205,9 +206,9 @@ def _this_machine() -> Profile:
 
 
 def suggest_gpus(profile: Profile) -> None:
-    """Say how a run uses the GPUs of this machine, where it has several and the profile none."""
-    listed = list(Path("/proc/driver/nvidia/gpus").glob("*"))  # importing torch takes seconds
-    if profile.gpus or len(listed) < 2 or "KUBERNETES_SERVICE_HOST" in os.environ:
+    """Say that GPUs of this machine are left unused, and how to use them."""
+    on_gpus = profile.gpus > 0 or "KUBERNETES_SERVICE_HOST" in os.environ
+    if on_gpus or len(list(DRIVER_GPUS.glob("*"))) < 2:
         return
     import torch
 

@@ -34,6 +34,7 @@ from engine.stages.profiles import (
     check_model_layouts,
     read_profile,
     require_shared_home,
+    suggest_gpus,
 )
 from engine.stages.settings import RunContext
 from engine.stages.stage import Artifact, execution_tags, host
@@ -422,7 +423,11 @@ def test_sizes_of_one_s_own() -> None:
     ("product", "kind"), [("NVIDIA A100-SXM4-80GB", "A100-80G"), ("NVIDIA Strange", "")]
 )
 def test_this_machine_is_a_profile_with_all_its_gpus(
-    product: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    product: str,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert read_profile("this-machine").gpus == 0
     properties = SimpleNamespace(total_memory=79 << 30)
@@ -438,7 +443,16 @@ def test_this_machine_is_a_profile_with_all_its_gpus(
     fitted = apply_profile(settings(), machine)
     assert Layout.of(fitted.rl.actor.parallel).world_size == 8
     assert [pool.gpus for pool in fitted.rl.trainer.pools] == [1.0, 0.0]
+    listed = tmp_path / "gpus"
+    monkeypatch.setattr("engine.stages.profiles.DRIVER_GPUS", listed)
+    for count, profile, told in ((0, "laptop", False), (8, "laptop", True), (8, "8xA100", False)):
+        for number in range(count):
+            (listed / f"{number}").mkdir(parents=True, exist_ok=True)
+        suggest_gpus(read_profile(profile))
+        assert ("has 8 GPUs, and profile=laptop" in capsys.readouterr().out) == told, profile
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    suggest_gpus(read_profile("laptop"))
+    assert not capsys.readouterr().out, "a pod has the GPUs that its profile says"
     with pytest.raises(ConfigError, match=r"profile=this-machine is for runs on one machine"):
         read_profile("this-machine")
 
