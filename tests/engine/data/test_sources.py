@@ -225,7 +225,7 @@ def test_what_models_are_judged_on_is_held_out_of_training(tmp_path: Path) -> No
 def test_names_that_lead_nowhere_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         PipelineConfig.model_validate(values)
-    assert message in explain(caught.value)
+    assert message in explain(caught.value, PipelineConfig)
 
 
 def test_a_warm_start_of_rows_with_tools_is_refused(tmp_path: Path) -> None:

@@ -201,7 +201,7 @@ def test_packing_has_one_setting() -> None:
 
     with pytest.raises(ValidationError) as refused:
         settings(parallel={"packing": False})
-    assert "sft.parallel.packing is sft.packing here; set that" in explain(refused.value)
+    assert "sft.parallel.packing is sft.packing here; set that" in explain(refused.value, SFTConfig)
 
 
 def pairs(count: int, seed: int = 0) -> list[PairExample]:
