@@ -4,12 +4,15 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from engine import models
+from engine.checkpoint import Checkpoint
+from engine.checkpoint.format import read_role_states
 from engine.checkpoint.run_lock import hold_lock
 from engine.cli import rl_run, run_folder
 from engine.cli.program import config_text
@@ -21,10 +24,11 @@ from engine.data.chat_template import with_template_variables
 from engine.data.control_tokens import rows_spelling_control_tokens
 from engine.data.loader import PromptLoader, add_prompt_ids, frame_of
 from engine.data.row_files import data_files, read_file_rows
-from engine.errors import ConfigError, DataError, PlacementError, counted
+from engine.errors import CheckpointError, ConfigError, DataError, PlacementError, counted
 from engine.models.loading import check_overrides, link_model
 from engine.rollout.protocol import engine_capabilities
-from engine.runtime.policy_runtime import open_tokenizer
+from engine.runtime.policy_runtime import StartModel, open_tokenizer
+from engine.runtime.train_state import check_start, check_weights, weights_fingerprint
 from engine.samples.sample_files import FOLDER as ROLLOUTS
 from engine.storage.json_rows import Row
 from engine.trainers import auto_placement, run_spec
@@ -305,13 +309,13 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
     kind = accelerator
     if not kind and config.run.device != "cpu":
         kind = auto_placement.local_gpu() or ("H100" if (per_node or 1) > 1 else "")
-    seconds = None
+    seconds, dtype = None, auto_placement.model_dtype(config.model.dtype, model, rl)
     try:
         work = auto_placement.workload(
             rl,
             model_path=model,
             lora=lora,
-            dtype=auto_placement.model_dtype(config.model.dtype, model, rl),
+            dtype=dtype,
             max_response_length=config.data.max_response_length,
             max_model_len=prompts.longest + config.data.max_response_length,
         )
@@ -323,15 +327,32 @@ def dry_run(config: RunConfig, accelerator: str = "") -> Iterator[str]:
         fixed = auto_placement.fixed_settings(rl)
         seconds, lines = auto_placement.step_estimate(work, *machines, fixed)
         yield from lines
-    length = config.data.max_response_length
-    settings = run_settings(rl, length, config.seed)
-    defaults = run_settings(RLConfig(), length, config.seed)
+    start = StartModel(model, dtype, config.model.lora, config.seed)
     yield from run_folder.plan_lines(
         config.run,
         trainer.total_training_steps,
         seconds,
-        lambda checkpoint: changed_settings(checkpoint, settings, MAY_CHANGE, defaults),
+        partial(_check_resumable, config=config.replaced({"rl": rl}), prompts=prompts, start=start),
     )
+
+
+def _check_resumable(
+    checkpoint: Checkpoint, config: RunConfig, prompts: Prompts, start: StartModel
+) -> None:
+    """Raise an EngineError where a run of these settings, rows and model couldn't resume from it.
+
+    The model's weights are not loaded: names, shapes and some values of each are compared.
+    """
+    length, seed = config.data.max_response_length, config.seed
+    settings, defaults = (run_settings(rl, length, seed) for rl in (config.rl, RLConfig()))
+    changed_settings(checkpoint, settings, MAY_CHANGE, defaults)
+    prompts.loader.load_state_dict(checkpoint.state["prompts"]["loader"])
+    model, saved = start.open(), read_role_states(checkpoint.folder, "actor")
+    try:
+        check_weights(model, saved)
+        check_start(saved[0], weights_fingerprint(model), start.path)
+    except CheckpointError as error:
+        raise error.with_message(f"{checkpoint.folder}: {error}") from error
 
 
 def _layout_lines(rl: RLConfig) -> Iterator[str]:

@@ -131,16 +131,26 @@ def load_weights(model: nn.Module, saved: Sequence[RankState]) -> None:
 
     Raises CheckpointError, before anything has changed, for the state of another model.
     """
+    check_weights(model, saved)
+    boxes = _saved_boxes(saved)
+    for part in _whole_tensors(model):
+        _fill_weights(part, boxes[part.name])
+
+
+def check_weights(model: nn.Module | UnloadedModel, saved: Sequence[RankState]) -> None:
+    """Raise CheckpointError unless ranks saved the weights, or adapters, of a model like this."""
+    module = model.module if isinstance(model, UnloadedModel) else model
+    _check(_saved_boxes(saved), {part.name: part.kind for part in _whole_tensors(module)})
+
+
+def _whole_tensors(model: nn.Module) -> list[_LocalTensor]:
+    """Return what a checkpoint holds of a full model."""
     adapters = has_adapters(model)
-    parts = [
+    return [
         _LocalTensor(name, name, tuple(tensor.shape), Box.whole(tensor.shape), tensor)
         for name, tensor in named_tensors(model).items()
         if tensor.requires_grad or not adapters
     ]
-    boxes = _saved_boxes(saved)
-    _check(boxes, {part.name: part.kind for part in parts})
-    for part in parts:
-        _fill_weights(part, boxes[part.name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +259,15 @@ def weights_fingerprint(model: nn.Module | UnloadedModel) -> str:
     return ":".join([*reduced, digest.hexdigest()])
 
 
-def same_start(saved: str | None, other: str) -> bool:
-    """Whether two fingerprints may be of the same weights; not known of two dtypes."""
-    return saved == other or (saved or "").rpartition(":")[0] != other.rpartition(":")[0]
+def check_start(saved: RankState, fingerprint: str, path: str) -> None:
+    """Raise CheckpointError where training began with other weights than those at `path`.
+
+    That isn't known where the two fingerprints are of different dtypes.
+    """
+    there = saved.get("start")
+    same_dtype = (there or "").rpartition(":")[0] == fingerprint.rpartition(":")[0]
+    if there != fingerprint and same_dtype:
+        raise CheckpointError(
+            "the checkpoint is of another model: training began with other weights than those in "
+            f"{path}; resume with the model that it began with"
+        )

@@ -33,7 +33,7 @@ from engine.runtime import sharded_model
 from engine.runtime.optimizer import update_metrics
 from engine.runtime.policy_runtime import PolicyRuntime, StartModel, save_ranks
 from engine.runtime.sharded_model import Loss, Metrics, ShardedModel, init_mesh
-from engine.runtime.train_state import ShardedTrainState, same_start, weights_fingerprint
+from engine.runtime.train_state import ShardedTrainState, check_start, weights_fingerprint
 from engine.weight_transfer import BroadcastRound, WeightSender
 from engine.workers.algorithm_options import policy_loss_options, preference_options
 from engine.workers.role import Dispatch, StatefulWorker, WorkerContext, dispatch
@@ -435,10 +435,6 @@ class ActorWorker(TrainingWorker):
                 f"{self.lora.alpha}; resume with the alpha that was saved"
             )
         self.train_state.check(saved)
-        if not same_start(own.get("start"), self.start):
-            raise CheckpointError(
-                f"the checkpoint is of another model: training began with other weights than those "
-                f"in {self.tokenizer_path}; resume with the model that it began with"
-            )
+        check_start(own, self.start, self.tokenizer_path)
         super().load_sharded_state(own, saved)
         self.policy.version = own.get("policy_version")

@@ -179,6 +179,8 @@ def test_adapters_alone_are_trained(place: Path, tiny_folder: Path) -> None:
         for setting in ("lora_rank=4", "lora_alpha=8", "target_modules=[q_proj,v_proj]")
     ]
     assert main(arguments(place, tiny_folder, "trainer.total_training_steps=1", *lora)) == 0
+    dry_run = arguments(place, tiny_folder, *lora, "--dry-run")
+    assert main(dry_run) == 0, "the adapters of a checkpoint are those of this run"
     saved = place / "out" / "step_1"
     adapter = json.loads((saved / "adapter" / "adapter_config.json").read_text())
     assert (adapter["r"], adapter["lora_alpha"]) == (4, 8)
@@ -222,6 +224,44 @@ def test_the_same_command_again_goes_on_where_it_ended(
     names = ("out/step_4/model.safetensors", "resumed/model.safetensors")
     first, second = ((place / name).read_bytes() for name in names)
     assert first == second, "in two parts as in one"
+
+
+def test_a_dry_run_finds_what_a_run_could_not_resume_from(
+    place: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other settings, rows and weights, of another shape or not, as the run itself would."""
+    parts = arguments(place, tiny_folder, "trainer.total_training_steps=1")
+    assert main(parts) == 0
+    assert main([*parts, "--dry-run"]) == 0
+    assert re.search(
+        r"cached +step 1 of 1 is in .*; 0 steps are to be done", capsys.readouterr().out
+    )
+    other = Path(shutil.copytree(tiny_folder, tmp_path / "other"))
+    model = AutoModelForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(1.5)
+    model.save_pretrained(other)
+    rows = pd.read_parquet(place / "train.parquet")
+    rows[:-1].to_parquet(place / "fewer.parquet")
+    fewer = f"data.train_files={place / 'fewer.parquet'}"
+    wider = tmp_path / "wider"
+    shutil.copytree(tiny_folder, wider)
+    sizes = model.config.to_dict() | {"intermediate_size": 2 * model.config.intermediate_size}
+    AutoModelForCausalLM.from_config(type(model.config)(**sizes)).save_pretrained(wider)
+    for change, sentence in (
+        ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator is 'grpo' there"),
+        (fewer, "the saved loader state is of other data: rows is"),
+        (f"actor_rollout_ref.model.path={other}", "training began with other weights than those"),
+        (
+            f"actor_rollout_ref.model.path={wider}",
+            "checkpoint is of another model: 'model.layers.0",
+        ),
+    ):
+        assert main([*parts, change, "--dry-run"]) != 0, change
+        planned = capsys.readouterr().err
+        assert sentence in planned
+        assert main([*parts, change]) != 0, change
+        assert sentence in capsys.readouterr().err
 
 
 def test_a_resumed_run_goes_on_in_its_mlflow_run(
