@@ -308,8 +308,7 @@ def stage(
             raise  # the task is retried, and the run resumes
         stopped = isinstance(error, KeyboardInterrupt | SystemExit | PreemptedError)
         if stopped:
-            way_on = f"earlier stages are cached, and {kind} goes on from its newest checkpoint"
-            say(f"{kind}: interrupted; run again to continue: {way_on}, if it has one")
+            say(f"{kind}: interrupted; run again to continue: earlier stages are cached")
         with contextlib.suppress(TrackingError):  # so that the cause is shown, not this
             tracker.check()  # so that an unreachable store is not retried
             tracker.finish_pipeline(run.mlflow_run, "KILLED" if stopped else "FAILED")

@@ -20,6 +20,7 @@ from engine import errors
 from engine.checkpoint import Checkpoint, CheckpointStore, Saver, find_latest
 from engine.checkpoint.state_dict import StateDict
 from engine.config import RLConfig
+from engine.console import say
 from engine.controller.groups import Roles
 from engine.controller.local_groups import threads_left_behind
 from engine.errors import CheckpointError, first_line
@@ -326,12 +327,20 @@ def raise_preempted(saver: Saver | None, step: int) -> NoReturn:
 
 @contextmanager
 def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Iterator[None]:
-    """Give the save in flight as long as a pre-emption notice would, on any exception."""
+    """Give the save in flight as long as a pre-emption notice would, on any exception.
+
+    After an interruption it says from which checkpoint a run that is started again continues.
+    """
     try:
         yield
     except BaseException as error:
         if saver is not None:
             saver.drain(notice.seconds_left())
+        if saver is not None and isinstance(error, KeyboardInterrupt | SystemExit):
+            start = "begins at step 1: there is no checkpoint yet (save_freq)"
+            if saver.last is not None:
+                start = f"continues from {saver.last.folder}"
+            say(f"interrupted in step {notice.step}; a run that is started again {start}")
         if saver is None or not isinstance(error, errors.DivergedError):
             raise
         raise errors.DivergedError(

@@ -172,12 +172,14 @@ def test_a_run_hands_over_its_best_step(
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same folder", "next attempt's folder"])
 def test_a_run_that_was_stopped_and_resumed_hands_over_the_same(
-    tiny_folder: Path, tmp_path: Path, elsewhere: bool
+    tiny_folder: Path, tmp_path: Path, elsewhere: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "out").mkdir()
     first = run(tiny_folder, tmp_path / "out", tmp_path / "a", trainer={"save_freq": 3})
     with pytest.raises(KeyboardInterrupt):
         train_policy(first, stopped_after(3))
+    start = f"a run that is started again continues from {tmp_path / 'a' / 'step_3'}\n"
+    assert f"interrupted in step 4; {start}" in capsys.readouterr().out
     as_it_was = Path(shutil.copytree(tmp_path / "out" / "step_2", tmp_path / "as_it_was"))
     where = tmp_path / "b" if elsewhere else tmp_path / "a"
     again = run(tiny_folder, tmp_path / "out", where, previous_checkpoints=tmp_path / "a")
