@@ -314,7 +314,8 @@ def check_signatures(config: PipelineConfig) -> None:
 
 def check_names(config: PipelineConfig) -> str:
     """Check that model, reward and data are there, before torch loads; return the data's digest."""
-    require_model_name(config.model.path)
+    scratch = ", or leave it empty for a model from scratch"
+    require_model_name(config.model.path, way_out=scratch)
     if config.sft.skip and not config.model.path:
         raise ConfigError(
             "sft.skip=true leaves RL without a model: one from scratch needs the warm start; give "

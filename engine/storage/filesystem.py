@@ -194,12 +194,15 @@ def is_hub_id(path: str | Path) -> bool:
     return looks and not Path(path).exists()
 
 
-def require_model_name(path: str | Path, setting: str = "model.path") -> None:
-    """Raise ModelError for a value that is neither a folder here nor looks like a hub id."""
+def require_model_name(path: str | Path, setting: str = "model.path", way_out: str = "") -> None:
+    """Raise ModelError for a value that is neither a folder here nor looks like a hub id.
+
+    way_out: what may be done besides giving one, e.g. ", or leave it empty".
+    """
     if not Path(path).exists() and not is_hub_id(path):
         raise ModelError(
-            f"{setting}={str(path)!r} does not exist; give a folder written by save_pretrained, "
-            "a hub id (owner/name), or leave it empty for a model from scratch"
+            f"{setting}={str(path)!r} does not exist; give a folder written by save_pretrained or "
+            f"a hub id (owner/name){way_out}"
         )
 
 
