@@ -17,7 +17,7 @@ from engine.console import human_time, say
 from engine.controller.launch import ray_session
 from engine.data.loader import PromptLoader
 from engine.data.tokenizer import load_tokenizer
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, counted
 from engine.evaluation import drift
 from engine.registry import import_plugins
 from engine.samples.sample_files import FOLDER as ROLLOUTS
@@ -229,6 +229,8 @@ def train_policy(run: RLRun, log: RunLog) -> TrainedPolicy:
         if not trainer.resume(run.checkpoints):
             rollouts.resumed(0)
             if run.validation and run.validate_first and not run.config.trainer.resume_from:
+                prompts = counted(len(run.validation), "prompt")
+                say(f"rl: validates {prompts} before training (trainer.val_before_train)")
                 log.validated_first(trainer.validate(run.validation))
         trainer.on_step = on_step
         trainer.fit(checkpoint_dir=run.checkpoints, resume_from=run.previous_checkpoints)
