@@ -64,7 +64,10 @@ def test_two_rounds_and_another_loss(place: Place) -> None:
     two = {"pairs": {"rounds": 2}}
     first = run(place, "preference", two)
     once = ["pairs", "reference", "preference"]
-    assert first.stages == ["dataset", "sft", *once, *once, "evaluation", "promotion"]
+    assert first.stages == [
+        *("dataset", "sft", "reward_audit", *once, *once),
+        *("evaluation", "promotion"),
+    ]
     policy, pairs = artifact(first, "rl"), artifact(first, "pairs")
     assert policy.kind == "preference"
     warm_start = artifact(first, "sft").digest
@@ -84,7 +87,7 @@ def test_two_rounds_and_another_loss(place: Place) -> None:
 def test_classic_rlhf_and_a_reward_model_of_the_same_pairs(place: Place) -> None:
     done = run(place, "classic_rlhf", PPO)
     assert done.stages == [
-        *("dataset", "sft", "pairs", "reward_model", "reward_model_promotion"),
+        *("dataset", "sft", "reward_audit", "pairs", "reward_model", "reward_model_promotion"),
         *("rl", "evaluation", "promotion"),
     ]
     policy = artifact(done, "rl")

@@ -477,7 +477,7 @@ def test_a_restart_on_other_machines_gets_a_new_layout_and_resumes(
     assert (first.step, ranks) == (1, 1)
     # The same Ray, reported as two machines on which one rank alone doesn't fit.
     small = tight(tiny_folder, config)
-    monkeypatch.setattr(auto, "read_cluster", lambda kinds: small)
+    monkeypatch.setattr(auto.planner, "read_cluster", lambda kinds: small)
     second, ranks = run(1)
     assert (second.step, ranks) == (2, 2)
     assert [row["step"] for row in second.history] == [1.0, 2.0]
