@@ -337,10 +337,8 @@ def finish_save_on_error(saver: Saver | None, notice: PreemptionNotice) -> Itera
         if saver is not None:
             saver.drain(notice.seconds_left())
         if saver is not None and isinstance(error, KeyboardInterrupt | SystemExit):
-            start = "begins at step 1: there is no checkpoint yet (save_freq)"
-            if saver.last is not None:
-                start = f"continues from {saver.last.folder}"
-            say(f"interrupted in step {notice.step}; a run that is started again {start}")
+            start = _next_start(saver)
+            say(f"interrupted in step {notice.step}; started again, the run continues from {start}")
         if saver is None or not isinstance(error, errors.DivergedError):
             raise
         raise errors.DivergedError(
@@ -364,12 +362,12 @@ def lost_workers_explained(notice: PreemptionNotice) -> Iterator[None]:
 
 
 def _next_start(saver: Saver) -> str:
-    """Where a run that is started again begins, by what is in the folder now."""
+    """Where a run that is started again begins; files are not hashed, which can take minutes."""
     try:
-        newest = saver.store.latest()
+        names = saver.store.complete()
     except errors.CheckpointError as error:
         return f"the newest good checkpoint in {saver.store.root}, which can't be read now: {error}"
-    return "the beginning" if newest is None else newest.folder
+    return (saver.store.root / names[-1]).uri if names else "the beginning"
 
 
 def _is_durable(saver: Saver) -> bool:

@@ -191,7 +191,9 @@ def test_ctrl_c_ends_cleanly(
     assert running.returncode == 130
 
     assert "rl: interrupted; run again to continue: earlier stages are cached\n" in out
-    assert re.search(r"interrupted in step \d+; a run that is started again begins at step 1", out)
+    assert re.search(
+        r"interrupted in step \d+; started again, the run continues from the beginning", out
+    )
     assert "Traceback" not in out + err
     assert len([line for line in err.splitlines() if line.strip() and "sft: " not in line]) <= 1
 

@@ -178,7 +178,10 @@ def test_a_run_that_was_stopped_and_resumed_hands_over_the_same(
     first = run(tiny_folder, tmp_path / "out", tmp_path / "a", trainer={"save_freq": 3})
     with pytest.raises(KeyboardInterrupt):
         train_policy(first, stopped_after(3))
-    start = f"a run that is started again continues from {tmp_path / 'a' / 'step_3'}\n"
+    start = f"started again, the run continues from {tmp_path / 'a' / 'step_3'}\n"
+    assert f"interrupted in step 4; {start}" in capsys.readouterr().out
+    with pytest.raises(KeyboardInterrupt):  # before it has saved anything itself
+        train_policy(first, stopped_after(3))
     assert f"interrupted in step 4; {start}" in capsys.readouterr().out
     as_it_was = Path(shutil.copytree(tmp_path / "out" / "step_2", tmp_path / "as_it_was"))
     where = tmp_path / "b" if elsewhere else tmp_path / "a"
