@@ -94,6 +94,7 @@ def test_a_run_reports_validates_saves_and_records(
     assert main(arguments(place, tiny_folder, *more)) == 0
     out = capsys.readouterr().out
     assert re.findall(r"^rl +(\d)/3 · reward \d\.\d+", out, re.M) == ["1", "2", "3"]
+    assert "rl: validates 5 prompts before training (trainer.val_before_train)\n" in out
     assert len(re.findall(r"validation \d", out)) == 3  # before training, after steps 2 and 3
     lines = [json.loads(x) for x in (place / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
@@ -227,7 +228,7 @@ def test_the_same_command_again_goes_on_where_it_ended(
 
 
 def test_a_dry_run_finds_what_a_run_could_not_resume_from(
-    place: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Other settings, rows and weights, of another shape or not, as the run itself would."""
     parts = arguments(place, tiny_folder, "trainer.total_training_steps=1")
@@ -236,7 +237,7 @@ def test_a_dry_run_finds_what_a_run_could_not_resume_from(
     assert re.search(
         r"cached +step 1 of 1 is in .*; 0 steps are to be done", capsys.readouterr().out
     )
-    other = Path(shutil.copytree(tiny_folder, tmp_path / "other"))
+    other = Path(shutil.copytree(tiny_folder, place / "other"))
     model = AutoModelForCausalLM.from_pretrained(other)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.5)
@@ -244,7 +245,7 @@ def test_a_dry_run_finds_what_a_run_could_not_resume_from(
     rows = pd.read_parquet(place / "train.parquet")
     rows[:-1].to_parquet(place / "fewer.parquet")
     fewer = f"data.train_files={place / 'fewer.parquet'}"
-    wider = tmp_path / "wider"
+    wider = place / "wider"
     shutil.copytree(tiny_folder, wider)
     sizes = model.config.to_dict() | {"intermediate_size": 2 * model.config.intermediate_size}
     AutoModelForCausalLM.from_config(type(model.config)(**sizes)).save_pretrained(wider)

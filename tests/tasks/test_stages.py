@@ -140,6 +140,7 @@ def test_a_plain_host_is_no_cluster() -> None:
     ("change", "said"),
     [
         ({"model": {"path": "/nope"}}, "model.path='/nope' does not exist"),
+        ({"model": {"path": "/nope"}}, "or leave it empty for a model from scratch"),
         ({"model": {"path": "nope"}}, "model.path='nope' does not exist"),
         (
             {"sft": {"skip": True}},
